@@ -56,6 +56,12 @@ class Retriever(ABC):
         return
 
 
+def unquoted(title: str) -> str:
+    """Return a title without the quotes around it that wiki-18's `contents` have; those inside are its own."""
+    title = title.strip()
+    return title[1:-1] if len(title) > 1 and title[0] == title[-1] == '"' else title
+
+
 def whole_text(text: str) -> str:
     """Replace each lone UTF-16 surrogate in `text` by U+FFFD: no tokenizer and no file takes those."""
     try:

@@ -15,7 +15,7 @@ from typing import Annotated
 from pydantic import BaseModel, BeforeValidator, Field, StrictBool, StrictStr, ValidationError
 
 from mmrl.config.base import reasons
-from mmrl.retrieval.base import Document, whole_text
+from mmrl.retrieval.base import Document, unquoted, whole_text
 from mmrl.system.replies import quoted
 
 MAX_QUERIES = 1024
@@ -99,10 +99,7 @@ def _search_r1_document(item: Mapping[str, object]) -> Document:
     title, text = fields.get("title"), fields.get("text")
     if not isinstance(text, str) or not isinstance(title, str):
         title, _, text = _text(fields["contents"], "contents").partition("\n")
-        title = title.strip()
-        # wiki-18's contents have their titles in quotes
-        if len(title) > 1 and title[0] == title[-1] == '"':
-            title = title[1:-1]
+        title = unquoted(title)
     return _document(fields.get("id"), title, text, item.get("score", 0.0) if scored else 0.0)
 
 

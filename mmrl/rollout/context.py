@@ -26,11 +26,16 @@ from mmrl.errors import (
     RolloutError,
     ToolFailure,
 )
-from mmrl.records import EMPTY, Call, Example
+from mmrl.records import EMPTY, LARGEST, Call, Example
 from mmrl.rollout.environment import Environment, Teacher
 from mmrl.rollout.tape import Event, Tape
 from mmrl.system.user_code import finite_numbers, located
 from mmrl.tasks.base import Message, Reply
+
+MEASURED = frozenset(
+    {"calls", "penalty", "length", "finish_length_share", "format_rate", "attempts", "surprise", "reward"}
+)
+"""Metrics of every module (`stages.step_metrics`), whose names no fact of a program can have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +102,11 @@ class RolloutContext:
             raise ProgramFailure(
                 f"the program called module '{module}', its modules are {list(self.env.task.program.modules)}"
             )
+        for name, value in facts.items():
+            if name in MEASURED:
+                raise ProgramFailure(f"facts: '{name}' is a metric of mmrl's own; choose another name")
+            if isinstance(value, int | float) and not abs(value) <= LARGEST:
+                raise ProgramFailure(f"facts: got {value!r:.60} for '{name}', expected a finite number")
         prompt_ids, earlier_turn = self._prompt(messages, after, max_observation, tools)
         try:
             recorded = await self.tape.recorded("call", module, prompt_ids)

@@ -394,7 +394,7 @@ def _name(path: Sequence[int]) -> str:
     return ".".join(str(part) for part in path)
 
 
-_RESERVED = re.compile(r"|n|failed_share|model_failed|caught_parse|.*_(low|high)|(module|failed)/.*")
+_RESERVED = re.compile(r"|n|reward|failed_share|model_failed|caught_parse|.*_(low|high)|(module|failed)/.*")
 """Names that evaluations give to numbers of their own (`stages.evaluate.evaluation_metrics`)."""
 
 

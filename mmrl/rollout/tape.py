@@ -9,6 +9,7 @@ waits for.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -192,14 +193,18 @@ class Tape:
     def calls(self) -> list[Call]:
         """Return recorded calls in order, replayed ones included; each has the one before it as parent.
 
-        The order is that of the requests. Parents are set here: of concurrent calls the first requested may end last.
+        The order is that of the requests. Parents and invocations are set here: of concurrent calls the first requested
+        may end last, and a request may become no call, such as one whose prompt was too long.
         """
         chain: list[Call] = []
+        made: Counter[str] = Counter()
         for position, event in enumerate(self.events):
             # What was not requested again is another rollout's.
             if event.call is not None and position not in self.unplayed:
-                parent = chain[-1].id if chain else None
-                chain.append(event.call if event.call.parent == parent else replace(event.call, parent=parent))
+                parent, invocation = chain[-1].id if chain else None, made[event.name]
+                as_recorded = (event.call.parent, event.call.invocation) == (parent, invocation)
+                chain.append(event.call if as_recorded else replace(event.call, parent=parent, invocation=invocation))
+                made[event.name] += 1
         return chain
 
     def _deliver(self, event: Event) -> None:

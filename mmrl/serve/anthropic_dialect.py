@@ -177,7 +177,8 @@ def _head(running: Running) -> dict[str, Any]:
 
 
 def _stopped(answer: Answer) -> dict[str, Any]:
-    return {"stop_reason": STOPPED[answer.finish], "stop_sequence": None}
+    reason = "stop_sequence" if answer.finish == "stop" and answer.stop else STOPPED[answer.finish]
+    return {"stop_reason": reason, "stop_sequence": answer.stop if reason == "stop_sequence" else None}
 
 
 def _usage(running: Running) -> dict[str, int]:

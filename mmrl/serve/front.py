@@ -35,11 +35,19 @@ class Answer:
     text: str
     finish: str
     """OpenAI's finish reason: `stop`, `length` or `tool_calls`."""
+    stop: str | None = None
+    """Stop string of the request before which the text ends."""
     tool_calls: Sequence[Mapping[str, Any]] = ()
     """As in OpenAI's protocol, the arguments as JSON text."""
     reasoning: str = ""
     logprobs: Sequence[tuple[str, float]] | None = None
     """Text and log-probability of each token."""
+
+
+def until_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
+    """Return the text before the first stop string, and that string; the engine stops at the token in which it ends."""
+    found = [(start, stop) for stop in stops if (start := text.find(stop)) >= 0]
+    return (text[: min(found)[0]], min(found)[1]) if found else (text, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from mmrl import rng
 from mmrl.engines.base import Engine, Request, Sampling
 from mmrl.errors import LengthFailure
 from mmrl.models.chat import decode_text, render_prompt
-from mmrl.serve.front import Answer, Backend, Finished, Running, add_dialects
+from mmrl.serve.front import Answer, Backend, Finished, Running, add_dialects, until_stop
 from mmrl.serve.openai_dialect import ChatCompletions, Completions
 from mmrl.serve.protocol import ChatRequest, CompletionRequest, Refused, SamplingRequest, error_object
 from mmrl.system.http_server import require_token
@@ -186,11 +186,8 @@ class _Running(Running):
     async def _generated(self, engine: Engine, generation: Request) -> Finished:
         """Return the one choice: its text up to the first stop string."""
         completion = await engine.generate(generation)
-        text = decode_text(self._tokenizer, completion.ids)
-        # The engine stops at the token in which a stop string ends; OpenAI's text ends before the string.
-        ends = [start for stop in self._stops if (start := text.find(stop)) >= 0]
-        finish = "length" if completion.finish == "length" else "stop"
-        answer = Answer(text=text[: min(ends)] if ends else text, finish=finish)
+        text, stop = until_stop(decode_text(self._tokenizer, completion.ids), self._stops)
+        answer = Answer(text=text, finish="length" if completion.finish == "length" else "stop", stop=stop)
         return Finished(id=self.id, answers=[answer], tokens=(len(generation.prompt_ids), len(completion.ids)))
 
     def release(self) -> None:

@@ -47,7 +47,7 @@ class Behaviour(NamedTuple):
 
 COUNTS = {
     "rollouts": ("rollouts/count", "prompts/rollouts"),
-    "calls": ("rollouts/calls", "prompts/calls", "prompts/writer/requests"),
+    "calls": ("rollouts/calls", "rollouts/calls_again", "prompts/calls", "prompts/writer/requests"),
     "tokens sampled": ("rollouts/tokens", "prompts/completion_tokens", "prompts/writer/completion_tokens"),
     "tokens trained": ("train/tokens",),
     "seconds": ("time/step", "time/eval"),
@@ -386,7 +386,7 @@ class SetResult:
         for column, score in cells:
             runs = self.finished(row, column)
             values = {run.seed: values_of(run.after, self.metric(row, column, score)).to_dict() for run in runs}
-            blocks.append(pandas.DataFrame.from_dict(values, orient="index", dtype=float))
+            blocks.append(pandas.DataFrame.from_dict(values, orient="index", dtype=float).dropna(how="all"))
         seeds = sorted(set.intersection(*(set(block.index) for block in blocks)))
         first, *rest = (block.loc[seeds] for block in blocks)
         return sum(rest, first) / len(blocks)
@@ -419,14 +419,20 @@ class SetResult:
         rows = (claim.more, claim.than)
         cells = [cell for cell in self.spec.selected(claim.cells) if cell.column in self.columns]
         (higher, lower), weights = self._strata(rows, cells)
-        pairs = {column: _paired(higher[column], lower[column]) for column in higher if lower}
+        # A row that is not trained has one run, which stands for all seeds; of another, one that finished does not.
+        alone = any(all(len(self.runs[row, cell.column]) == 1 for cell in cells) for row in rows)
+        pairs = {column: _paired(higher[column], lower[column], alone) for column in higher if lower}
         if not pairs or any(pair.empty for pair in pairs.values()):
             return Verdict(claim, "not run")
+        higher, lower = (
+            {column: block.loc[:, block.columns.isin(pairs[column].index)] for column, block in blocks.items()}
+            for blocks in (higher, lower)
+        )
 
         def judged(weights: Mapping[str, float]) -> Verdict:
             strata = {column: pairs[column] for column in weights}
             interval = stratified_interval(strata, weights, (*rows, *claim.cells))
-            seeds, over_seeds = _between_seeds(higher, lower, weights)
+            seeds, over_seeds = _between_seeds(higher, lower, weights, alone)
             difference = float(sum(weight * strata[column].mean() for column, weight in weights.items()))
             verdict = _verdict(interval, over_seeds, seeds)
             return Verdict(claim, verdict, difference, interval, over_seeds, sum(map(len, strata.values())), seeds)
@@ -516,8 +522,8 @@ def _verdict(items: Interval | None, seeds: Interval | None, count: int) -> str:
 
 
 def _seed_means(strata: Mapping[str, pandas.DataFrame], weights: Mapping[str, float]) -> pandas.Series[float]:
-    """Return seed -> weighted mean over the strata, for the seeds that all strata have."""
-    means = [weight * strata[column].mean(axis=1) for column, weight in weights.items() if column in strata]
+    """Return seed -> weighted mean over the strata, for the seeds that all strata have, on items that all have."""
+    means = [w * strata[column].dropna(axis=1).mean(axis=1) for column, w in weights.items() if column in strata]
     return pandas.concat(means, axis=1).sum(axis=1, skipna=False).dropna() if means else pandas.Series(dtype=float)
 
 
@@ -526,24 +532,27 @@ def _item_means(block: pandas.DataFrame) -> pandas.Series[float]:
     return block.mean(skipna=False).dropna().sort_index()
 
 
-def _paired(higher: pandas.DataFrame, lower: pandas.DataFrame) -> pandas.Series[float]:
-    """Return the differences per item, of means over the seeds that both have."""
+def _paired(higher: pandas.DataFrame, lower: pandas.DataFrame, alone: bool) -> pandas.Series[float]:
+    """Return the differences per item, of means over the seeds that both have; `alone`: of all, one row has one run."""
     seeds = higher.index.intersection(lower.index)
-    # Rows that are not trained have one seed, which stands for all.
-    if len(seeds) and 1 not in (len(higher), len(lower)):
+    if len(seeds) and not alone:
         higher, lower = higher.loc[seeds], lower.loc[seeds]
     return (_item_means(higher) - _item_means(lower)).dropna()
 
 
 def _between_seeds(
-    higher: Mapping[str, pandas.DataFrame], lower: Mapping[str, pandas.DataFrame], weights: Mapping[str, float]
+    higher: Mapping[str, pandas.DataFrame],
+    lower: Mapping[str, pandas.DataFrame],
+    weights: Mapping[str, float],
+    alone: bool,
 ) -> tuple[int, Interval | None]:
     """Return the number of seeds, and the 95 % t interval of their mean difference; None for fewer than two.
 
-    A row that is not trained has one seed, which is compared with each of the other row's.
+    Args:
+        alone: one row has a single run, which is compared with each of the other row's.
     """
     first, second = _seed_means(higher, weights), _seed_means(lower, weights)
-    if 1 in (len(first), len(second)):
+    if alone and 1 in (len(first), len(second)):
         values = (first - second.iloc[0] if len(second) == 1 else first.iloc[0] - second).to_numpy()
     else:
         values = (first - second).dropna().to_numpy()
@@ -565,8 +574,12 @@ def student_t(freedom: int) -> float:
 
 
 def settings_of(overview: Overview, excluded: tuple[str, ...]) -> dict[str, object]:
-    """Return config path -> value, without the paths that begin with a name in `excluded`."""
-    return {path: value for path, value in flattened(overview.config).items() if not path.startswith(excluded)}
+    """Return config path -> value, without the paths that begin with a name in `excluded`.
+
+    Endpoints stay in any case: which model answers is no matter of the machine.
+    """
+    settings = flattened(overview.config).items()
+    return {path: v for path, v in settings if path.startswith("engine.endpoint") or not path.startswith(excluded)}
 
 
 def _differing(overviews: Sequence[Overview]) -> list[str]:

@@ -44,7 +44,10 @@ LEARNS = (
     "between the evaluation before training and the one after it, and each seed's paired bootstrap 95 % interval "
     "excludes 0."
 )
-COSTS = "Training and its evaluations, mean over seeds; of a row that starts from another with what that has cost."
+COSTS = (
+    "Training, seconds and USD with its evaluations, mean over seeds; of a row that starts from another with what that "
+    "has cost."
+)
 CLAIMS = (
     "Claims: mean difference of shares (1 is 100 %), paired on items over the seeds of both rows. Held where both the "
     f"95 % bootstrap interval over items and the 95 % t interval over the means of {LEAST_SEEDS} or more seeds lie "

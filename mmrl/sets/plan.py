@@ -138,7 +138,10 @@ def main_metrics() -> dict[str, str]:
 
 def digest(config: RootConfig, identity: Mapping[str, object]) -> str:
     """Return the digest of a run's settings, whatever its folder and machine."""
-    content = {key: value for key, value in config.model_dump(mode="json").items() if key not in MACHINE_SECTIONS}
+    settings = config.model_dump(mode="json")
+    content = {key: value for key, value in settings.items() if key not in MACHINE_SECTIONS}
+    # Which model answers is no matter of the machine.
+    content |= {key: settings["engine"][key] for key in ("endpoint", "endpoints") if settings["engine"].get(key)}
     if identity:
         # The digest of the run before identifies its weights, in place of their path.
         content = {key: value for key, value in content.items() if key != "policy"}

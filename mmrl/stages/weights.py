@@ -93,10 +93,10 @@ class WeightStage(Collector):
     def on_step_end(self, step: int, update: Mapping[str, float]) -> None:
         """Evaluate when due and write the record of `step`, after its last optimizer step."""
         self.journal.wait()  # a step whose metrics are there has its journal
-        metrics = self.log.record(update) | dict(self.engines[0].metrics()) | self._endpoint_metrics()
+        metrics = self.log.record(update) | dict(self.engines[0].metrics())
         if self.evaluations.due(step):
             metrics |= self.evaluations.metrics(step)
-        self.log.write(step, metrics)
+        self.log.write(step, metrics | self._endpoint_metrics())  # with what the evaluation has cost
 
     def sync(self, version: int) -> None:
         """Let the engine serve the weights after `version` steps, before anything is sampled.

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mmrl.config import retriever as retriever_config
 from mmrl.config.retriever import Bm25Config
-from mmrl.retrieval.base import Document
+from mmrl.retrieval.base import Document, unquoted
 from mmrl.retrieval.bm25 import Bm25Retriever, Bm25Settings, tokenize, top_indices
 from mmrl.retrieval.index_folder import build_index, open_index, read_info, spec_of
 from mmrl.retrieval.store import PassageStore
@@ -175,3 +175,17 @@ def test_building_tells_progress(monkeypatch, capfd):
     monkeypatch.setattr("mmrl.system.bar.EVERY_S", 0.0)
     Bm25Retriever(corpus())
     assert "reading words for BM25:  20%" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("written", "title"),
+    [
+        ('"Lisbon"', "Lisbon"),
+        ('"Heroes" (album)', '"Heroes" (album)'),
+        ('The "Fish"', 'The "Fish"'),
+        ('""Heroes""', '"Heroes"'),
+        ('"', '"'),
+    ],
+)
+def test_quotes_around_a_title_are_no_part_of_it(written, title):
+    assert unquoted(f" {written} ") == title

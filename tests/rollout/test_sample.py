@@ -577,3 +577,23 @@ def test_examples_do_not_share_seeds():
     forest, _ = run_program(Chain(("a",)), independent(1), answer=lambda r: chr(97 + r.sampling.seed % 26), examples=8)
     assert len({c.text for c in forest.calls.values()}) > 3
     assert forest.examples == tuple(f"q{i}" for i in range(8))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("n", float("nan"), "facts: got nan for 'n', expected a finite number"),
+        ("n", 10**400, "facts: got 1000"),
+        ("format_rate", 0.5, "facts: 'format_rate' is a metric of mmrl's own"),
+    ],
+)
+def test_facts_that_no_metric_can_take_are_a_failure_of_the_program(name, value, says):
+    class Program:
+        modules = ("a",)
+
+        async def run(self, example, ctx):
+            return (await ctx.call("a", [{"role": "user", "content": "x"}], facts={name: value})).text
+
+    forest, _ = run_program(Program())
+    assert {rollout.error for rollout in forest.rollouts} == {"program"}
+    assert all(says in rollout.error_message for rollout in forest.rollouts)

@@ -1,6 +1,7 @@
 """Claims by two intervals: over items and over seeds; the model of each row; the task that a claim rests on."""
 
 import random
+from pathlib import Path
 from types import SimpleNamespace
 
 import pandas
@@ -36,8 +37,8 @@ class Run:
         self.chain = [self.overview]
 
 
-def result(cells, scale="paper", models=("tiny", "tiny"), claims=({"more": "A", "than": "B"},)):
-    """Of (row, column) -> how many of 100 items are right, per seed."""
+def result(cells, scale="paper", models=("tiny", "tiny"), claims=({"more": "A", "than": "B"},), planned=None):
+    """Of (row, column) -> how many of 100 items are right, per seed; `planned`: runs of a cell, if not all finished."""
     made = set_result(dict.fromkeys(cells, ()), scale, claims=claims)
     played = dict(zip(made.rows, models, strict=False))
     begun = {
@@ -45,6 +46,9 @@ def result(cells, scale="paper", models=("tiny", "tiny"), claims=({"more": "A", 
         for (row, column), rights in cells.items()
     }
     vars(made)["read"] = (begun, [])
+    vars(made)["runs"] = {
+        cell: [SimpleNamespace(path=Path("run"))] * (planned or len(rights)) for cell, rights in cells.items()
+    }
     return made
 
 
@@ -66,6 +70,22 @@ def verdict(*arguments, **options):
 )
 def test_a_claim_is_held_where_items_and_seeds_agree(more, than, says):
     assert verdict({("A", "H"): more, ("B", "H"): than}).verdict == says
+
+
+def test_a_seed_that_alone_has_finished_does_not_stand_for_the_others():
+    one = verdict({("A", "H"): [40, 38, 41], ("B", "H"): [20]}, planned=3)
+    assert (one.verdict, one.seeds, one.over_seeds) == ("undecided", 1, None)
+    assert one.difference == pytest.approx(0.2), "of the seed that both have"
+
+
+def test_seeds_and_items_of_a_claim_are_those_that_all_seeds_have():
+    """A metric that some items lack, as a fact of a module that was not reached there."""
+    few, all_of = {"d0": 1.0, "d1": 0.0}, {"d0": 1.0, "d1": 0.0, "d2": 1.0}
+    one = verdict({("A", "H"): [all_of, few, all_of], ("B", "H"): [few, all_of, {**few, "d0": 0.0}]})
+    assert one.difference == pytest.approx(1 / 6) and one.items == 2
+    assert one.over_seeds == pytest.approx(
+        (1 / 6 - 4.3027 * (1 / 12) ** 0.5 / 3**0.5, 1 / 6 + 4.3027 * (1 / 12) ** 0.5 / 3**0.5)
+    )
 
 
 def test_the_intervals_by_hand():

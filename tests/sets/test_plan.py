@@ -2,13 +2,13 @@
 
 import pytest
 
-from mmrl.cli.configs import set_config
+from mmrl.cli.configs import configured, set_config
 from mmrl.errors import ConfigError
 from mmrl.report.rundir import RunDir
 from mmrl.run.build import evaluation_devices
 from mmrl.run.check import process_problems
 from mmrl.sets.cost import device_hours
-from mmrl.sets.plan import Planner
+from mmrl.sets.plan import Planner, digest
 from mmrl.sets.queue import before_collapse
 from mmrl.sets.words import read_set
 
@@ -78,3 +78,14 @@ def test_the_last_checkpoint_before_a_collapse(tmp_path, scores, chosen):
             (tmp_path / f"run/checkpoints/checkpoint-{step}/complete.json").unlink()
         with pytest.raises(ConfigError, match=r"is left from before its collapse after step 1 \(train.keep\)"):
             before_collapse(tmp_path / "run", "em")
+
+
+def test_another_endpoint_is_another_run():
+    words = ["algo=mhgpo_rr", "task=hotpotqa"]
+    at = [f"engine.endpoints.reranker.{setting}" for setting in ("url=http://127.0.0.1:9/v1", "key_env=null")]
+    digests = [
+        digest(configured([*words, *more]), {})
+        for more in ([], [*at, "engine.endpoints.reranker.model=small"], [*at, "engine.endpoints.reranker.model=big"])
+    ]
+    assert len(set(digests)) == 3
+    assert digest(configured([*words, "engine=vllm_server", "hardware=cpu2"]), {}) == digests[0]

@@ -28,6 +28,7 @@ import dspy
 
 from mmrl.config import PromptCommandConfig
 from mmrl.config.other_stages import ProposingConfig
+from mmrl.engines.base import total_usage
 from mmrl.models.policy import POLICY, write_policy
 from mmrl.records import Example
 from mmrl.report.rundir import RunDir
@@ -252,6 +253,7 @@ class PromptStage(Stage[PromptCommandConfig]):
             **{f"rollouts/failed/{kind}": float(count) for kind, count in failed.items()},
             **({} if self._best is None else {"prompts/best": self._best}),
             **spent,
+            **total_usage([self.engine, self.task]),
         }
         if self.trials not in self._logged:
             if problem := nothing_went_well(trial):

@@ -126,13 +126,18 @@ def _of_row(source: Source, row: Row, numbers: Iterator[int]) -> list[Document]:
     return [passage(source, row, next(numbers))]
 
 
-def coverage(splits: Mapping[str, Sequence[Example]], corpora: Mapping[str, Sequence[Document]]) -> dict[str, float]:
+def coverage(
+    splits: Mapping[str, Sequence[Example]],
+    corpora: Mapping[str, Sequence[Document]],
+    same: Callable[[str], str] = str,
+) -> dict[str, float]:
     """Return each split's share of questions that their corpus can answer; splits that cannot be judged are absent.
 
     Args:
         splits: examples, with `metadata["titles"]` or `metadata["answers"]`, and `inputs["corpus"]` where there are
             several.
         corpora: name -> passages; an empty one (a remote retriever's) is unknown.
+        same: key that is equal for titles of one page; a corpus on disk knows equal titles alone.
     """
     judged: dict[str, list[bool]] = {split: [] for split in splits}
     for name, documents in corpora.items():
@@ -144,8 +149,9 @@ def coverage(splits: Mapping[str, Sequence[Example]], corpora: Mapping[str, Sequ
         # A corpus on disk answers from its own index of titles; loading all of them would take gigabytes.
         if isinstance(documents, PassageStore):
             has_title: Callable[[str], bool] = documents.has_title
+            key: Callable[[str], str] = str
         else:
-            has_title = {document.title for document in documents}.__contains__
+            has_title, key = {same(document.title) for document in documents}.__contains__, same
         untitled = [e for examples in examples_of.values() for e in examples if not e.metadata.get("titles")]
         # Titles are known at once; looking for answers reads every passage.
         scans = len(documents) <= SCANNED
@@ -154,7 +160,7 @@ def coverage(splits: Mapping[str, Sequence[Example]], corpora: Mapping[str, Sequ
         for split, examples in examples_of.items():
             for example in examples:
                 if titles := example.metadata.get("titles"):
-                    judged[split].append(all(map(has_title, titles)))
+                    judged[split].append(all(has_title(key(title)) for title in titles))
                 elif scans:
                     judged[split].append(any(str(a) in present for a in example.metadata.get("answers", ())))
     return {split: sum(values) / len(values) for split, values in judged.items() if values}

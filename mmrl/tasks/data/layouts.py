@@ -15,7 +15,7 @@ from pydantic_core import from_json
 
 from mmrl import rng
 from mmrl.records import Example
-from mmrl.retrieval.base import Document
+from mmrl.retrieval.base import Document, unquoted
 from mmrl.tasks.data.rows import Row, Source, Text, check_unique, read_as, record_id
 
 Paragraph = tuple[str, str]
@@ -233,7 +233,7 @@ def passage(source: Source, row: Row, number: int) -> Document:
     if isinstance(values, Mapping):
         if "text" not in values and isinstance(values.get("contents"), str):  # as in Search-R1's wiki-18
             title, _, text = values["contents"].partition("\n")
-            values = {"id": values.get("id"), "title": title.strip().strip('"'), "text": text}
+            values = {"id": values.get("id"), "title": unquoted(title), "text": text}
         sentences = values.get("text")
         if isinstance(sentences, list) and all(isinstance(sentence, str) for sentence in sentences):
             values = {**values, "text": "".join(sentences)}

@@ -93,7 +93,7 @@ class HoverTask(DspyTask):
         self.documents = documents
         self.search_tool = SearchTool(config.retriever, {CORPUS: documents})
         self.tools = {"search": self.search}
-        self.gold_shares = coverage(self._examples, self.search_tool.corpora)
+        self.gold_shares = coverage(self._examples, self.search_tool.corpora, same_title)
         """Split -> share of its claims whose gold titles are all in the corpus; absent where that is not known."""
         warn_of_gaps(self.gold_shares, "claims have all gold titles in the corpus")
 

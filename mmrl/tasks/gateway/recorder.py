@@ -18,7 +18,7 @@ from typing import Any
 
 from mmrl.config.tasks import AnyAgentConfig, CallRule
 from mmrl.errors import LengthFailure, LimitFailure, ParseFailure, RolloutError
-from mmrl.serve.front import Answer, Finished
+from mmrl.serve.front import Answer, Finished, until_stop
 from mmrl.serve.gateway import ENDED
 from mmrl.serve.protocol import RecordedRequest, Refused
 from mmrl.tasks.base import Context, Message, Reply
@@ -221,9 +221,7 @@ class Recorder:
 
     def _answer(self, parsed: RecordedRequest, reply: Reply, name: str) -> Answer:
         message: Mapping[str, Any] = reply.parsed if isinstance(reply.parsed, Mapping) else {"content": reply.text}
-        text = message["content"]
-        # The engine stops at the token in which a stop string ends; OpenAI's text ends before the string.
-        ends = [start for stop in parsed.stops if (start := text.find(stop)) >= 0]
+        text, stop = until_stop(message["content"], parsed.stops)
         calls = [
             {
                 "id": f"call_{name}_{number}",
@@ -241,7 +239,8 @@ class Recorder:
             values = reply.logprobs or ()
             logprobs = [(self._ctx.decode([token]), value) for token, value in zip(ids, values, strict=False)]
         return Answer(
-            text=text[: min(ends)] if ends else text,
+            text=text,
+            stop=stop,
             finish="tool_calls" if calls else "length" if reply.finish == "length" else "stop",
             tool_calls=calls,
             reasoning=message.get("reasoning_content") or "",

@@ -8,7 +8,8 @@ import httpx
 import openai
 import pytest
 
-from tests.helpers.gateway import Scripted, agent_task, one, tokenizer
+from mmrl.report.forest import check_forest
+from tests.helpers.gateway import Scripted, agent_task, one, rolled_out, tokenizer
 
 ASK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where is Porto?"}]
 SEARCH = {
@@ -333,3 +334,39 @@ def test_calls_beyond_the_limit_end_the_rollout():
     rollout, calls = one(agent_task(agent_of(work), max_calls=2), Scripted(lambda prompt: "x"))
     assert (rollout.error, rollout.reward, len(calls)) == ("limit", 0.0, 2)
     assert "task.max_calls=2" in rollout.error_message
+
+
+def test_a_request_that_became_no_call_counts_in_no_invocation():
+    """A prompt that is too long is answered with an error, after which the agent shortens it and goes on."""
+
+    async def work(asking):
+        with pytest.raises(openai.BadRequestError, match="context"):
+            await asking.chat.completions.create(model="m", messages=[{"role": "user", "content": "word " * 3000}])
+        for _ in range(2):
+            await asking.chat.completions.create(model="m", messages=ASK)
+        return "1"
+
+    forest = rolled_out(agent_task(agent_of(work)), Scripted(lambda prompt: "one"))
+    assert [(call.invocation, call.parent) for call in forest.calls.values()] == [
+        (0, None),
+        (1, next(iter(forest.calls))),
+    ]
+    check_forest(forest, "forest")
+
+
+def test_a_reply_of_anthropics_that_a_stop_sequence_ended_names_it():
+    said = []
+
+    async def agent(example, base_url, api_key):
+        body = {"model": "m", "max_tokens": 50, "messages": [{"role": "user", "content": "Where?"}]}
+        async with httpx.AsyncClient(headers={"x-api-key": api_key}) as asking:
+            for stops in (["STOP", "P"], ["never"]):
+                reply = await asking.post(f"{base_url}/messages", json={**body, "stop_sequences": stops})
+                said.append({key: reply.json()[key] for key in ("content", "stop_reason", "stop_sequence")})
+        return "1"
+
+    one(agent_task(agent), Scripted(lambda prompt: "at STOP it"))
+    assert said == [
+        {"content": [{"type": "text", "text": "at "}], "stop_reason": "stop_sequence", "stop_sequence": "STOP"},
+        {"content": [{"type": "text", "text": "at STOP it"}], "stop_reason": "end_turn", "stop_sequence": None},
+    ]
