@@ -204,12 +204,15 @@ def refuse_targets(model: ModelConfig) -> None:
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config)
     names = [name for name, part in skeleton.named_modules() if isinstance(part, torch.nn.Linear)]
+    # TRL's trainer has no adapter on the output head.
+    head = skeleton.get_output_embeddings()
+    names = [name for name in names if skeleton.get_submodule(name) is not head]
     missing = [t for t in model.lora.targets if not any(name == t or name.endswith(f".{t}") for name in names)]
     if missing:
         available = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
         raise ConfigError(
-            f"model.lora.targets: {model.path} has no linear layer called {', '.join(missing)}; expected some of "
-            f"{available}"
+            f"model.lora.targets: {model.path} has no linear layer below its output head called {', '.join(missing)}; "
+            f"expected some of {available}"
         )
 
 

@@ -23,7 +23,7 @@ from mmrl.algorithms import ALGORITHMS
 from mmrl.config import TrainCommandConfig
 from mmrl.credit.entries import Credit, Entry
 from mmrl.models.chat import encode_text, tokenizer_seconds
-from mmrl.records import Example, Forest
+from mmrl.records import Example, Forest, Rollout
 from mmrl.rollout.environment import Environment
 from mmrl.rollout.plans import Tree
 from mmrl.rollout.sample import reserialised, sample
@@ -189,10 +189,11 @@ class Collector(Stage[TrainCommandConfig]):
         if algo.refills:
             # The key has the step and not the time, so that a resumed step refills with the same examples.
             key = (self.config.seed, step)
-            sampler = partial(self._sample, step=step)
+            # Failures are counted over the step: a round may have a single example.
+            sampler = partial(self._sample, step=step, earlier=[])
             batch = dynamic_sampling(examples, self.examples, sampler, credit, rounds=algo.refills, key=key)
         else:
-            batch = SampledBatch(examples=examples, forest=self._sample(examples, step))
+            batch = SampledBatch(examples=examples, forest=self._sample(examples, step, []))
         # Until the next batch the trainer needs the memory that a server on the same GPU would hold.
         self.engine.sleep()
         return batch
@@ -222,10 +223,10 @@ class Collector(Stage[TrainCommandConfig]):
             if following not in self.prefetch.steps:
                 batch = self._examples(following)
                 self.prefetch.start(following, partial(self._roll_out, batch, following, self.engine.policy_version))
-        return self._complete(rollouts, examples, step)
+        return self._complete(rollouts, examples, step, [])
 
-    def _sample(self, examples: Sequence[Example], step: int) -> Forest:
-        return self._complete(asyncio.run(self._roll_out(examples, step, None)), examples, step)
+    def _sample(self, examples: Sequence[Example], step: int, earlier: list[Rollout]) -> Forest:
+        return self._complete(asyncio.run(self._roll_out(examples, step, None)), examples, step, earlier)
 
     def planned(self, examples: Sequence[Example], key: rng.Key) -> tuple[Environment, list[Plan]]:
         """Return this process's share of the examples with the trees to sample for each, and their environment.
@@ -254,8 +255,11 @@ class Collector(Stage[TrainCommandConfig]):
         }
         return forest, seconds
 
-    def _complete(self, rollouts: Rollouts, examples: Sequence[Example], step: int) -> Forest:
+    def _complete(self, rollouts: Rollouts, examples: Sequence[Example], step: int, earlier: list[Rollout]) -> Forest:
         """Return the rollouts of all processes together, with the numbers of models that credit needs.
+
+        Args:
+            earlier: rollouts of the step's rounds before, to which those of this one are added.
 
         Raises:
             TooManyFailures: see `collect`.
@@ -278,7 +282,8 @@ class Collector(Stage[TrainCommandConfig]):
         failures = [(rollout.error, rollout.error_message) for rollout in forest.rollouts if rollout.error is not None]
         self.log.note_own_code(f"step {step}", failures, len(forest.rollouts))
         # On the whole forest, so that all processes stop together.
-        check_failures(forest, self.config.train.max_failed_share, f"step {step}")
+        earlier += forest.rollouts
+        check_failures(earlier, self.config.train.max_failed_share, f"step {step}")
         algo, program = self.config.algo, self.task.program
         if getattr(algo, "reserialise", False) and isinstance(program, Canonical):
             encode = partial(encode_text, self.tokenizer)
@@ -286,10 +291,10 @@ class Collector(Stage[TrainCommandConfig]):
         return forest
 
 
-def check_failures(forest: Forest, limit: float, where: str) -> None:
+def check_failures(rollouts: Sequence[Rollout], limit: float, where: str) -> None:
     """Raise `TooManyFailures` where more than `limit` of the rollouts failed by no doing of the model."""
-    failed = [rollout for rollout in forest.rollouts if rollout.reward is None]
-    refuse_failures([rollout.error for rollout in forest.rollouts], failed, limit, where)
+    failed = [rollout for rollout in rollouts if rollout.reward is None]
+    refuse_failures([rollout.error for rollout in rollouts], failed, limit, where)
 
 
 def batch_of(examples: Sequence[Example], size: int, step: int, seed: int) -> list[Example]:

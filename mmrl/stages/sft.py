@@ -122,7 +122,7 @@ class SftStage(Stage[SftCommandConfig]):
         """Return the calls of the best rollouts, as they were sampled, each with its id."""
         algo, untrained = self.config.algo, self.assignment.untrained
         forest = self._rollouts()
-        check_failures(forest, self.config.train.max_failed_share, "algo.source=rollouts")
+        check_failures(forest.rollouts, self.config.train.max_failed_share, "algo.source=rollouts")
         # Failures from outside are judged before the choice: a few lucky rollouts of a broken run are no data.
         best = best_rollouts(forest, algo, self.config.seed)
         self.facts = rollout_metrics(forest.rollouts) | {

@@ -247,6 +247,8 @@ class MmrlTrainer(GRPOTrainer):
             # Sharded gradients are joined after each pack: waiting would keep whole ones on every process.
             now = self.sharded or count == len(update.packs)
             self.forwards.use_adapter(pack)
+            # DeepSpeed's engine takes an optimizer step in each backward pass that is not told otherwise.
+            self.accelerator.sync_gradients = count == len(update.packs)
             with nullcontext() if now else self.accelerator.no_sync(model):
                 total += self._train_on(model, pack, first=update.first)
         loss = float(self.forwards.reduce(total, "sum"))

@@ -194,7 +194,7 @@ def test_a_server_of_others_that_goes_is_left_out_and_taken_back_with_the_newest
 
 @pytest.mark.parametrize(
     ("dtype", "off", "refused"),
-    [("float32", 1, True), ("bfloat16", 1, False), ("bfloat16", 1000, True)],
+    [("float32", 1, True), ("bfloat16", 1, False), ("bfloat16", 1000, True), ("trained in float32", 1, False)],
 )
 def test_each_server_is_probed_after_a_push(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, off: int, refused: bool
@@ -207,9 +207,12 @@ def test_each_server_is_probed_after_a_push(
 
     monkeypatch.setattr("mmrl.engines.vllm.base.probe_logprobs", lambda model, ids, name: [-1.0] * (len(ids) - 1))
     with serving(fake(answering)) as (first, _), serving(fake(stale)) as (second, _):
-        setup = EngineSetup(weights=TINY, folder=tmp_path)
+        trained = dtype.startswith("trained")
+        weights = TINY.model_copy(update={"dtype": "bfloat16" if trained else dtype})
+        setup = EngineSetup(weights=weights, folder=tmp_path)
         config = VllmServerConfig(name="vllm_server", urls=(first, second))
-        weights = TINY.model_copy(update={"dtype": dtype})
+        # Parameters that are trained are float32, whatever vLLM serves.
+        weights = TINY if trained else weights
         engine = VllmServerEngine(load_model(weights, torch.device("cpu")), load_tokenizer(TINY), config, setup)
         said = r"vLLM server 2 does not serve the pushed weights: .* differ by 0\.5"
         with pytest.raises(SyncFailure, match=said) if refused else nullcontext():

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -259,11 +260,12 @@ def test_nobody_at_the_address(tmp_path: Path) -> None:
 
 
 def test_a_dead_managed_server_is_started_once_for_all_who_wait(tmp_path: Path) -> None:
-    with served(tmp_path, reply([2])) as (engine, _):
+    with served(tmp_path, reply([2])) as (engine, server):
         (replica,) = engine.replicas
         replica.process = process(tmp_path, HEALTHY)
         replica.process.start()
-        alive, starts = replica.api.url, []
+        alive, starts, answers = replica.api.url, [], threading.Event()
+        sampling = Sampling(max_tokens=4, temperature=1.0)
         replica.api.url = "http://127.0.0.1:1"
         os.killpg(replica.process.pid or 0, signal.SIGKILL)
 
@@ -271,17 +273,24 @@ def test_a_dead_managed_server_is_started_once_for_all_who_wait(tmp_path: Path) 
             starts.append(time.monotonic())
             replica.process = process(tmp_path, HEALTHY)
             await asyncio.to_thread(replica.process.start)
+            # It answers, but has not been given its weights yet.
             replica.api.url = alive
+            before = len(asked(server, "/v1/completions"))
+            answers.set()
+            await asyncio.sleep(0.3)
+            assert len(asked(server, "/v1/completions")) == before
 
         replica.boot = boot  # type: ignore[method-assign]
 
         async def many() -> list[Completion]:
-            sampling = Sampling(max_tokens=4, temperature=1.0)
-            return await asyncio.gather(
-                *[engine.generate(Request(prompt_ids=(5, 6), sampling=sampling)) for _ in range(5)]
-            )
+            async def late() -> Completion:
+                await asyncio.to_thread(answers.wait)
+                return await engine.generate(Request(prompt_ids=(5, 6), sampling=sampling))
 
-        assert [made.ids for made in asyncio.run(many())] == [(2,)] * 5
+            early = [engine.generate(Request(prompt_ids=(5, 6), sampling=sampling)) for _ in range(5)]
+            return await asyncio.gather(*early, late())
+
+        assert [made.ids for made in asyncio.run(many())] == [(2,)] * 6
         assert (len(starts), engine.restarts) == (1, 1)
 
 

@@ -186,9 +186,13 @@ def test_lora_targets_that_the_model_does_not_have_are_named_before_its_weights_
     def targets(*names):
         refuse_targets(ModelConfig(name="m", path="tiny", lora={"targets": names}))
 
-    targets("q_proj", "mlp.down_proj", "lm_head")
+    targets("q_proj", "mlp.down_proj")
     with pytest.raises(ConfigError, match=r"model\.lora\.targets: .* called qkv_proj, proj; expected some of q_proj, "):
         targets("q_proj", "qkv_proj", "proj")
+    with pytest.raises(
+        ConfigError, match="no linear layer below its output head called lm_head; expected some of q_proj"
+    ):
+        targets("q_proj", "lm_head")
     refuse_targets(ModelConfig(name="m", path="tiny"))
 
 

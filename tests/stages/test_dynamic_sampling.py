@@ -1,6 +1,7 @@
 """Dynamic sampling: what is sampled further, what is trained on, and that a whole run does it again after a kill."""
 
 import json
+from dataclasses import replace
 
 from mmrl.algorithms import ALGORITHMS
 from mmrl.cli import main
@@ -110,3 +111,22 @@ def test_refill_without_effect_is_refused(capsys, tmp_path, monkeypatch):
     assert "algo.zero_variance: got refill, which has no effect with train.batch_size=8" in capsys.readouterr().err
     assert main(["train", "algo=ppo", "task=search_agent", "algo.zero_variance=refill"]) == 2
     assert "it is an option of ccpo, dr_mas, gigpo, grpo, " in capsys.readouterr().err
+
+
+def test_failures_are_counted_over_the_step_and_not_over_a_round(random_model, tmp_path, monkeypatch):
+    """Every later round's rollouts fail, of a single example or two: fewer than half of the step's."""
+    rounds, sample = [], WeightStage._roll_out
+
+    async def failing(self, examples, step, version):
+        forest, seconds = await sample(self, examples, step, version)
+        rounds.append(len(examples))
+        if len(examples) < 4:
+            failed = [replace(rollout, reward=None, error="tool", error_message="down") for rollout in forest.rollouts]
+            forest = replace(forest, rollouts=tuple(failed))
+        return forest, seconds
+
+    monkeypatch.setattr(WeightStage, "_roll_out", failing)
+    options = ["algo=mhgpo_rr", "algo.zero_variance=refill", "algo.refill_rounds=1", "train.steps=3", "eval.every=0"]
+    options += ["train.batch_size=4", "train.max_failed_share=0.9"]
+    assert main(command(random_model, tmp_path / "a", *options)) == 0
+    assert any(size < 4 for size in rounds)

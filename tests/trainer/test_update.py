@@ -277,3 +277,14 @@ def test_dropout_is_in_the_update_alone(old: str, minibatches: int, tmp_path: Pa
 
 def halved(calls: list[TrainCall], minibatches: int) -> list[TrainCall]:
     return [replace(call, minibatch=number % minibatches) for number, call in enumerate(calls)]
+
+
+def test_gradients_count_as_whole_after_an_updates_last_pack_alone(tmp_path: Path) -> None:
+    """DeepSpeed's engine takes an optimizer step after each backward pass in which accelerate says so."""
+    trainer, seen = make_trainer(tmp_path, calls=make_calls(8), packing="padded", steps=2), []
+    trainer.forwards.budget = 24
+    backward = trainer.accelerator.backward
+    trainer.accelerator.backward = lambda loss: (seen.append(trainer.accelerator.sync_gradients), backward(loss))[1]
+    trainer.train()
+    packs = len(seen) // 2
+    assert packs > 1 and seen == [*[False] * (packs - 1), True] * 2

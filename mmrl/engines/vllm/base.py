@@ -27,7 +27,7 @@ from mmrl.engines.embedded.batch_rows import (
     difference,
     eos_ids,
 )
-from mmrl.engines.vllm.command import exact, logprobs_mode, vllm_problems
+from mmrl.engines.vllm.command import exact, logprobs_mode, served_dtype, vllm_problems
 from mmrl.errors import ConfigError, EngineFailure
 from mmrl.models.chat import render_prompt
 from mmrl.models.load import load_configs
@@ -257,7 +257,10 @@ class PushingEngine(VllmEngine):
 
     @cached_property
     def _half(self) -> bool:
-        return self.model is None or any(parameter.element_size() == 2 for parameter in self.model.parameters())
+        # Parameters that are trained are float32 here whatever vLLM serves.
+        weights, model = self.setup.weights, self.model
+        served = "float32" if weights is None else served_dtype(weights, self.setup.device)
+        return model is None or served != "float32" or any(p.element_size() == 2 for p in model.parameters())
 
     @property
     def _tolerance(self) -> float:

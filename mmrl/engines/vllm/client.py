@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from abc import abstractmethod
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -90,6 +91,7 @@ class HttpEngine(VllmEngine):
         session = request.session if self._routed else ""
         failures = 0
         while True:
+            await self._available()
             version = self.policy_version if request.version is None else request.version
             name = self._name_of(request.module, version)
             try:
@@ -109,6 +111,10 @@ class HttpEngine(VllmEngine):
         """See `Engine.end_session`."""
         if self._routed:  # nobody waits for it
             asyncio.run_coroutine_threadsafe(self._api.finish_session(session), io_loop())
+
+    async def _available(self) -> None:
+        """Return when a server has the weights: at once, but while the only one is started again."""
+        return
 
     @abstractmethod
     async def _recover(self, error: HttpFailure, failures: int, name: str) -> None:
@@ -152,11 +158,10 @@ class SharedServersEngine(HttpEngine):
         await asyncio.sleep(2.0 ** (failures - 1))
         # The main process starts a server that has ended again, at the same address.
         for _ in range(round(self.config.start_timeout_s)):
-            try:
+            with suppress(HttpFailure, EngineFailure):
                 if name in await self._api.models():
                     return
-            except (HttpFailure, EngineFailure):
-                await asyncio.sleep(1.0)
+            await asyncio.sleep(1.0)
 
     def close(self) -> None:
         """Close the connections."""

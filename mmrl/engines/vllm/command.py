@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from mmrl.config import ModelConfig
 from mmrl.config.base import address_problem
 from mmrl.config.engines import VllmConfig
 from mmrl.engines.base import EngineSetup, Sampling
@@ -107,6 +108,11 @@ def logprobs_mode(config: VllmConfig, samplings: Sequence[tuple[float, float, in
     return "raw" if samplings and at_one else "processed"
 
 
+def served_dtype(weights: ModelConfig, device: str) -> str:
+    """Return the dtype in which vLLM holds a model on a kind of device."""
+    return weights.dtype if weights.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
+
+
 def exact(mode: str, sampling: Sampling) -> bool:
     """Return True if a server's log-probabilities in this mode are log-softmax(logits / T) over the full vocabulary.
 
@@ -169,8 +175,7 @@ def engine_arguments(
         )
     weights = setup.weights
     assert weights is not None
-    dtype = weights.dtype if weights.dtype != "auto" else ("float32" if setup.device == "cpu" else "bfloat16")
-    arguments = ["--model", path, "--dtype", dtype, "--seed", "0"]
+    arguments = ["--model", path, "--dtype", served_dtype(weights, setup.device), "--seed", "0"]
     # One log-probability per token is all that is recorded: that of the sampled token.
     arguments += ["--logprobs-mode", f"{mode}_logprobs", "--max-logprobs", "1"]
     # Or the model's generation_config.json would set temperature, top-p and top-k of requests that leave them out.

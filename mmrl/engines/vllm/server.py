@@ -315,6 +315,12 @@ class VllmServerEngine(HttpEngine, PushingEngine):
             self._watch.get_loop().call_soon_threadsafe(self._watch.cancel)
             self._watch = None
 
+    async def _available(self) -> None:
+        """See `HttpEngine._available`."""
+        # The address is the same: a server that is not routed to would answer before it has been given its weights.
+        while not self._serving and self._reviving:
+            await self._revived()
+
     async def _recover(self, error: HttpFailure, failures: int, name: str) -> None:
         """See `HttpEngine._recover`."""
         taken_out = await self._take_out_lost(error)
