@@ -168,7 +168,7 @@ def training_processes(config: TrainCommandConfig) -> int:
 def trained_parameters(config: TrainCommandConfig, shape: Shape) -> int:
     """Return the parameters of the policy that the update changes."""
     lora = config.model.lora
-    return shape.parameters if lora is None else shape.lora_parameters(lora.r, lora.targets)
+    return shape.parameters if lora is None else shape.adapters * shape.lora_parameters(lora.r, lora.targets)
 
 
 def states(config: TrainCommandConfig, shape: Shape) -> dict[str, float]:
@@ -183,6 +183,7 @@ def states(config: TrainCommandConfig, shape: Shape) -> dict[str, float]:
         "weights": shape.parameters * (width if lora else TRAINED_WIDTH),
         # Full fine-tuning keeps a frozen copy of the whole model; without its adapter a model is its own reference.
         "reference": shape.parameters * width if not lora and config.algo.beta > 0 else 0,
+        "initial weights": shape.copies * shape.parameters * width,
         "adapter": trained if lora else 0,
         "optimizer": 2 * trained,
         # Weights, gradient and AdamW's two moments.

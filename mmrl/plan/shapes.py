@@ -25,6 +25,10 @@ class Shape:
     vocab: int
     tied: bool = False
     """Input and output embeddings are one matrix."""
+    adapters: int = 1
+    """Adapters that a run trains, with LoRA: one for all modules, or more with `model.modules`."""
+    copies: int = 0
+    """Frozen copies of the whole model that act beside the policy (`algo.frozen_serving` without LoRA)."""
 
     @property
     def block_parameters(self) -> int:

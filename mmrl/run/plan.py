@@ -52,7 +52,7 @@ from mmrl.report.journal import read_step
 from mmrl.report.rundir import RunDir
 from mmrl.run.build import build_task, evaluation_devices, reward_set
 from mmrl.run.check import plan_problems, process_problems
-from mmrl.run.settle import settle
+from mmrl.run.settle import module_assignment, settle
 from mmrl.run.start import started
 from mmrl.stages.prompts.split import prompt_problems, split
 from mmrl.stages.sft_data import sft_problems
@@ -169,6 +169,9 @@ def make_plan(config: TrainCommandConfig, request: PlanArguments) -> Plan:
     modules = task.program.modules
     if recorded is not None and set(recorded.modules) != set(modules):
         problems.append(f"run: {request.run} has modules {', '.join(recorded.modules)}, expected {', '.join(modules)}")
+    weights = module_assignment(config, modules)
+    trained = {*weights.adapters.values()} - weights.frozen_adapters
+    shape = replace(shape, adapters=max(1, len(trained)), copies=int(weights.copied))
     lora, sizes = config.model.lora, shape.projections()
     # Without their sizes the plan would count no adapter there and promise too little memory.
     if lora is not None and not lora.everywhere and (invalid := [name for name in lora.targets if name not in sizes]):

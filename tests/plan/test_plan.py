@@ -103,6 +103,17 @@ def test_the_shipped_model_has_the_size_of_its_weights(capsys):
     assert plan["parameters"] == pytest.approx(count, rel=0.01)  # norms are left out
 
 
+def test_weights_per_module_and_a_frozen_copy_are_counted(capsys):
+    options = ["algo=mhgpo_fof", "task=hotpotqa", "model=tiny", "lengths=rewriter:20/5,reranker:20/5,answerer:20/5"]
+    lora = [*options, "model.lora={r: 4}"]
+    one = planned(capsys, *lora)["trained_parameters"]
+    assert planned(capsys, *lora, "model.modules={}")["trained_parameters"] == 3 * one
+    assert planned(capsys, *lora, "model.modules.reranker.frozen=true")["trained_parameters"] == 2 * one
+    plain = planned(capsys, *options, "algo.freeze_modules=[reranker]")
+    copied = planned(capsys, *options, "algo.freeze_modules=[reranker]", "algo.frozen_serving=true")
+    assert copied["memory_bytes"]["initial weights"] > 0 and "initial weights" not in plain["memory_bytes"]
+
+
 def test_lora_parameters_of_a_known_adapter():
     """r 16 on all seven projections of Qwen3-8B: per layer 16 * (sum of inputs and outputs)."""
     targets = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "gate_proj")
