@@ -8,6 +8,10 @@
 It learns from worlds with other seeds than the one that runs use: the same words in other names and facts, so it knows
 the words of the runs' world and nothing else of it (but `tiny_direct`, which has to answer from memory). The warm start
 ends early on purpose: every program gets a policy that knows the formats and leaves room for reinforcement learning.
+Copying names comes first, then reading, then all formats, last a short phase on demonstrations of which 60 % are poor:
+an undertrained start did not improve in 60 steps of reinforcement learning, and this one does. The initial standard
+deviation is 0.06: half the steps of 0.02. Several models, since 0.7 M parameters that learn every program learn each
+late; those that continue the first have stock phrases as single tokens, and recognise instructions but read none.
 """
 
 from __future__ import annotations
