@@ -34,6 +34,12 @@ a command line sets. experiment= takes settings of your own under one name."""
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `mmrl`. Returns the exit code: 0 done, 1 stopped, 2 bad input, 130 interrupted, 143 ended by SIGTERM."""
+    # Around the handlers too, which hold the traceback, and with it the loop whose constructor was ended.
+    with quiet_loops():
+        return _main(argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if hasattr(sys.stdout, "reconfigure"):
         # a name that the terminal cannot show is no reason to end
@@ -44,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # For the life of the process: what ends it with a traceback is printed after this function.
     sys.stdout, sys.stderr = HidingStream.around(sys.stdout), HidingStream.around(sys.stderr)
     try:
-        with storage(), quiet_loops(), _sigterm_ends(words):
+        with storage(), _sigterm_ends(words):
             return _dispatch(words)
     except MmrlError as error:
         print_error(error)

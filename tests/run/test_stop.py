@@ -1,6 +1,7 @@
 """SIGTERM, which schedulers send: the run saves, ends with 143, and goes on from there to the same numbers."""
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -88,6 +89,19 @@ def test_a_loop_that_was_never_whole_goes_without_a_word(capsys):
     with quiet_loops():
         asyncio.SelectorEventLoop.__new__(asyncio.SelectorEventLoop)
     assert not capsys.readouterr().err
+
+
+def test_a_loop_that_the_stop_of_a_command_left_unmade_goes_without_a_word(monkeypatch, capsys):
+    def stopped(words):
+        held = asyncio.SelectorEventLoop.__new__(asyncio.SelectorEventLoop)  # by the traceback alone
+        raise SystemExit(Stopped.exit_code if held else 0)
+
+    said = []
+    monkeypatch.setattr(sys, "unraisablehook", said.append)
+    monkeypatch.setattr("mmrl.cli._dispatch", stopped)
+    assert main(["train"]) == 143
+    gc.collect()
+    assert not said and capsys.readouterr().err == "stopped by SIGTERM\n"
 
 
 def test_a_stop_waits_where_it_is_held_and_is_raised_once():
