@@ -125,7 +125,7 @@ class SftStage(Stage[SftCommandConfig]):
         check_failures(forest.rollouts, self.config.train.max_failed_share, "algo.source=rollouts")
         # Failures from outside are judged before the choice: a few lucky rollouts of a broken run are no data.
         best = best_rollouts(forest, algo, self.config.seed)
-        self.facts = rollout_metrics(forest.rollouts) | {
+        self.facts = rollout_metrics(forest.rollouts, self.task.failed_metrics) | {
             "sft/rollouts": float(len(best)),
             "sft/examples": float(len({rollout.example for rollout in best})),
         }

@@ -323,12 +323,8 @@ class VllmServerEngine(HttpEngine, PushingEngine):
 
     async def _recover(self, error: HttpFailure, failures: int, name: str) -> None:
         """See `HttpEngine._recover`."""
-        taken_out = await self._take_out_lost(error)
-        # The others answer meanwhile.
-        while not self._serving and self._reviving:
-            await self._revived()
-            taken_out = True
-        if taken_out:
+        # The others answer meanwhile; where there is none, the next try waits in `_available`.
+        if await self._take_out_lost(error) or (not self._serving and self._reviving):
             return
         if failures >= TRIES:
             raise EngineFailure(f"the vLLM server failed {failures} times: {error}; {self._log_tails()}") from error

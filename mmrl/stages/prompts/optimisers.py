@@ -226,7 +226,7 @@ class _Mipro(MIPROv2):
         candidates = read_instructions(path, list(predictors))
         return {
             number: [predictor.signature.instructions]
-            + [text for text in candidates[name] if _usable(self._bench, name, lambda text=text: text)]  # type: ignore[misc]
+            + [text for text in candidates[name] if _usable(self._bench, name, partial(str, text))]
             for number, (name, predictor) in enumerate(predictors.items())
         }
 

@@ -98,26 +98,22 @@ def prompt_problems(config: PromptCommandConfig, task: Task) -> list[str]:
     if (path := getattr(algo, "instructions", None)) is not None:
         with gathered(problems):
             read_instructions(path, modules)
-    have = f"task.data.train: has {len(examples)} examples"
-    if isinstance(task, PromptedTask) and (labeled := getattr(algo, "max_labeled_demos", None)):
-        return [
-            *problems,
-            f"algo.max_labeled_demos: got {labeled}, which has no effect with the program of this task: "
-            "its examples hold no replies of its modules; leave it out",
-        ]
     train, validation = split(algo, examples, config.seed)
-    if not train or not validation:
-        parts = f"{len(train)} to learn from and {len(validation)} to compare candidates on"
-        return [
-            *problems,
-            f"{have}, of which algo.validation={algo.validation:g} leaves {parts}; algo={algo.name} needs at least one "
-            "of each: give more examples",
-        ]
     count = len(compared(algo, validation, random.Random(config.seed)))
-    if (size := algo.minibatch_of(count)) is not None and size > count:
-        return [
-            *problems,
+    if isinstance(task, PromptedTask) and (labeled := getattr(algo, "max_labeled_demos", None)):
+        problems.append(
+            f"algo.max_labeled_demos: got {labeled}, which has no effect with the program of this task: "
+            "its examples hold no replies of its modules; leave it out"
+        )
+    elif not train or not validation:
+        parts = f"{len(train)} to learn from and {len(validation)} to compare candidates on"
+        problems.append(
+            f"task.data.train: has {len(examples)} examples, of which algo.validation={algo.validation:g} leaves "
+            f"{parts}; algo={algo.name} needs at least one of each: give more examples"
+        )
+    elif (size := algo.minibatch_of(count)) is not None and size > count:
+        problems.append(
             f"algo.minibatch_size: got {size}, more than the {count} validation examples "
-            f"(algo.validation={algo.validation:g} of the {len(examples)} in task.data.train)",
-        ]
+            f"(algo.validation={algo.validation:g} of the {len(examples)} in task.data.train)"
+        )
     return problems
