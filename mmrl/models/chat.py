@@ -60,7 +60,8 @@ def render_observation(
     """
     # Never decoded and encoded again: the ids of the turns before are the sampled ones, whatever their text would give.
     ids = tuple(context)
-    ended = bool(ids) and ids[-1] == tokenizer.eos_token_id
+    # A model may end a turn with any of several tokens (Llama 3.1 has three), and the tokenizer names one.
+    ended = bool(ids) and ids[-1] in _renderer(tokenizer).special_ids
     if isinstance(observation, str):
         return (ids[:-1] if ended else ids) + tuple(encode_text(tokenizer, observation))
     after = _renderer(tokenizer).after_turn(observation)
@@ -138,6 +139,7 @@ class _Renderer:
             for token_id, added in tokenizer.added_tokens_decoder.items()
             if added.special
         }
+        self.special_ids = frozenset(token_id for token_id, _ in self.special.values())
         # Longest first, since one special token may begin like another.
         longest_first = sorted(self.special, key=len, reverse=True)
         self.pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")

@@ -297,11 +297,11 @@ def compare_items(
     pairs = [(item["metrics"], later[item["id"]]) for item in before if item["id"] in later]
     if not pairs:
         return {}
-    names = set().union(*(first.keys() & second.keys() for first, second in pairs))
+    names = {name for first, _ in pairs for name in first} & {name for _, second in pairs for name in second}
     differences = {}
     # The main metric, then answers, then behaviour; reward last, since training changes it by design.
     for name in sorted(names, key=lambda name: (name != main_metric, name not in FIRST, name == "reward", name)):
-        shared = [(first[name], second[name]) for first, second in pairs if name in first and name in second]
-        old, new = zip(*shared, strict=True)
+        # An item without it counts 0, as in the evaluation's own mean: all rollouts of its part of the items failed.
+        old, new = zip(*((first.get(name, 0.0), second.get(name, 0.0)) for first, second in pairs), strict=True)
         differences[name] = paired_difference(old, new, (seed, "compare", name), resamples)
     return differences

@@ -234,6 +234,8 @@ def stored_config(folder: Path, schema: type[ConfigT], *, reading: bool = False)
     """
     # No lock is taken here: the processes of the run take it, and may be others than this one.
     stored = RunDir.read(folder).config
+    if not stored.keys() & {"algo", "policy"}:
+        raise CheckpointError(f"{folder}/config.yaml: has neither algo nor policy, expected one as in every run's")
     stored_schema = schema_of(stored)
     if not issubclass(stored_schema, schema):
         refusal = (TrainCommandConfig if schema is EvalCommandConfig else stored_schema).kind.refusal

@@ -169,6 +169,7 @@ def test_what_a_package_prints_is_no_part_of_the_json(tmp_path, monkeypatch, cap
         ("train", "policy: tiny\n", "this is a run of mmrl eval; continue it with: mmrl eval resume="),
         ("eval", "algo: {name: grpo}\n", "this is a run of mmrl train; continue it with: mmrl train resume="),
         ("train", "algo: {name: grpo}\n", "config.yaml: task: missing"),
+        ("eval", "seed: 0\ntask: {name: 2wiki}\n", "run/config.yaml: has neither algo nor policy, expected one"),
         ("eval", "", "config.yaml: holds no settings, expected those that the run was started with"),
         (
             "eval",

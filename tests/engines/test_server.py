@@ -23,6 +23,7 @@ from mmrl.engines.vllm.server import VllmServerEngine
 from mmrl.errors import EngineFailure, SyncFailure
 from mmrl.models.load import load_tokenizer
 from mmrl.system.child_process import ChildProcess
+from mmrl.system.http_client import HttpFailure
 from tests.helpers.fake_vllm import adapter_in
 from tests.helpers.servers import Scripted, ScriptedServer, Seen, serving
 from tests.helpers.watch import running
@@ -323,6 +324,39 @@ def test_a_server_started_anew_on_a_gpu_has_the_full_weights_that_were_pushed(
     assert [body["kwargs"]["weights_path"] for body in asked(server, "/collective_rpc")] == [
         str(tmp_path / name) for name in ("v1", "v2", "v2")
     ]
+
+
+def test_a_server_that_ended_is_started_with_the_pushed_weights_at_its_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other training processes ask at that address as soon as anybody answers there."""
+    with serving(answering(reply([2]))) as (url, server):
+        setup = EngineSetup(weights=TINY, folder=tmp_path, device="cuda")
+        engine = VllmServerEngine(None, load_tokenizer(TINY), VllmServerConfig(name="vllm_server", urls=(url,)), setup)
+        monkeypatch.setattr(engine, "_save", lambda version, state: {"": tmp_path / f"v{version}"})
+        engine.set_version(1)
+        (replica,) = engine.replicas
+        replica.process = process(tmp_path, HEALTHY)
+        replica.process.start()
+        port = replica.process.port
+        started = []
+
+        def managed(path: str, index: int) -> Any:
+            started.append(path)
+            return process(tmp_path, HEALTHY)
+
+        async def boot() -> None:
+            assert replica.process is not None and replica.process.port == port
+            await asyncio.to_thread(replica.process.start)
+
+        monkeypatch.setattr(engine, "_managed", managed)
+        monkeypatch.setattr(replica, "boot", boot)
+        os.killpg(replica.process.pid or 0, signal.SIGKILL)
+        assert engine._api.io.wait(engine._take_out_lost(HttpFailure("connection", "it has ended")))
+        engine._api.io.wait(engine._gather())
+        engine.close()
+    assert started == [str(tmp_path / "v1")] and engine.restarts == 1
+    assert len(asked(server, "/collective_rpc")) == 1, "the push alone has loaded weights in place"
 
 
 def test_weights_that_cannot_be_written_are_a_failed_push(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,8 +24,9 @@ def test_text_goes_on_inside_the_turn(tokenizer, context):
     assert tokenizer.decode(ids[len(context) :]) == "\n<information>x</information>"
 
 
-def test_a_sampled_end_of_turn_is_taken_back_when_the_turn_goes_on(tokenizer, context):
-    ended = (*context, tokenizer.eos_token_id)
+@pytest.mark.parametrize("end", ["<|im_end|>", "<|endoftext|>"])
+def test_any_sampled_end_of_turn_is_taken_back_when_the_turn_goes_on(tokenizer, context, end):
+    ended = (*context, tokenizer.convert_tokens_to_ids(end))
     assert render_observation(tokenizer, ended, "more") == render_observation(tokenizer, context, "more")
 
 

@@ -93,6 +93,14 @@ def test_items_are_matched_by_id_not_by_place():
     assert compare_items(before, [], seed=0) == {}
 
 
+def test_an_item_without_a_metric_counts_0_as_in_the_mean():
+    # All rollouts of a part of the items failed, so that nothing reported the metrics of the program.
+    whole = [{"id": name, "metrics": {"em": 1.0, "searches": 2.0}} for name in "ab"]
+    part = [whole[0], {"id": "b", "metrics": {"em": 0.0}}]
+    found = compare_items(whole, part, seed=0)["searches"]
+    assert (found.n, found.before, found.after) == (2, 2.0, 1.0)
+
+
 def test_the_main_metric_comes_first_and_reward_last():
     items = [{"id": "a", "metrics": {"em": 0.0, "reward": 0.0, "acc": 0.0, "f1": 1.0}}]
     assert list(compare_items(items, items, 0, main_metric="f1")) == ["f1", "em", "acc", "reward"]

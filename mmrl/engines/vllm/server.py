@@ -213,9 +213,15 @@ class VllmServerEngine(HttpEngine, PushingEngine):
         await self._take_out(replica)
         assert replica.process is not None
         replica.process.stop()
-        replica.process = self._managed(path, self.replicas.index(replica))
+        self._load_at_start(replica, path)
         await replica.boot()
         await self._put_in(replica)
+
+    def _load_at_start(self, replica: Replica, path: str) -> None:
+        """Have a server load other weights when it is started, at the same address if it can."""
+        assert replica.process is not None
+        port, replica.process = replica.process.port, self._managed(path, self.replicas.index(replica))
+        replica.process.port = port
 
     @property
     def _starts_anew(self) -> bool:
@@ -365,6 +371,9 @@ class VllmServerEngine(HttpEngine, PushingEngine):
         replica.spend_restart(error, self.config.restarts)
         LOG.warning("starting %s again", replica.name)
         self.restarts += 1
+        if self._weights_folder is not None:
+            # Not by a reload: other processes know the address, and would be answered before it.
+            self._load_at_start(replica, str(self._weights_folder.resolve()))
         await self._bring_up_to_date(replica)
 
     async def _bring_up_to_date(self, replica: Replica) -> None:
@@ -378,7 +387,7 @@ class VllmServerEngine(HttpEngine, PushingEngine):
         for _, adapters in self._versions if self.setup.versions > 2 else self._versions[-1:]:
             for adapter in adapters.values():
                 await replica.load(adapter.name, adapter.folder)
-        if self._weights_folder is not None:
+        if self._weights_folder is not None and replica.process is None:
             await replica.api.reload(str(self._weights_folder.resolve()))
         for name, expected in self._expected.items():
             served = self._newest.get(name)
