@@ -22,7 +22,11 @@ class Completions(Dialect):
 
     def content(self, answer: Answer) -> dict[str, Any]:
         """Return the fields of a choice."""
-        return {"text": answer.text, "logprobs": None}
+        return {"text": answer.text, "logprobs": self.logprobs(answer)}
+
+    def logprobs(self, answer: Answer) -> dict[str, Any] | None:
+        """Return the log-probabilities of an answer's tokens, where they were asked for."""
+        return None
 
     def delta(self, text: str = "", **fields: object) -> dict[str, Any]:
         """Return the fields of a choice's part in a stream."""
@@ -54,7 +58,7 @@ class Completions(Dialect):
                 if answer.tool_calls:
                     calls = [{"index": number, **call} for number, call in enumerate(answer.tool_calls)]
                     yield event(index, self.delta(tool_calls=calls))
-                yield event(index, self.delta(), answer.finish)
+                yield event(index, {**self.delta(), "logprobs": self.logprobs(answer)}, answer.finish)
             options = running.parsed.stream_options
             if options is not None and options.include_usage:
                 yield _event(head, choices=[], usage=_usage(running))
@@ -86,14 +90,17 @@ class ChatCompletions(Completions):
             message["reasoning_content"] = answer.reasoning
         if answer.tool_calls:
             message |= {"content": answer.text or None, "tool_calls": list(answer.tool_calls)}
-        logprobs = None
-        if answer.logprobs is not None:
-            tokens = [
-                {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-                for text, value in answer.logprobs
-            ]
-            logprobs = {"content": tokens, "refusal": None}
-        return {"message": message, "logprobs": logprobs}
+        return {"message": message, "logprobs": self.logprobs(answer)}
+
+    def logprobs(self, answer: Answer) -> dict[str, Any] | None:
+        """See `Completions.logprobs`."""
+        if answer.logprobs is None:
+            return None
+        tokens = [
+            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+            for text, value in answer.logprobs
+        ]
+        return {"content": tokens, "refusal": None}
 
     def delta(self, text: str = "", **fields: object) -> dict[str, Any]:
         """See `Completions.delta`."""

@@ -73,6 +73,21 @@ def test_a_request_is_a_call_with_the_sampled_tokens_and_their_log_probabilities
     assert engine.live == 0
 
 
+def test_a_stream_has_the_log_probabilities_of_its_reply_once():
+    said = []
+
+    async def work(asking):
+        stream = await asking.chat.completions.create(model="m", messages=ASK, logprobs=True, stream=True)
+        said.extend([event async for event in stream])
+        return "0"
+
+    _, (call,) = one(agent_task(agent_of(work)), Scripted(lambda prompt: "In Portugal."))
+    choices = [choice for event in said for choice in event.choices]
+    assert "".join(choice.delta.content or "" for choice in choices) == "In Portugal."
+    tokens = [token for choice in choices if choice.logprobs for token in choice.logprobs.content]
+    assert [token.logprob for token in tokens] == list(call.logprobs)
+
+
 def test_what_extends_a_reply_goes_on_in_its_tokens_and_anything_else_is_a_new_context():
     async def work(asking):
         messages = [*ASK]
