@@ -6,6 +6,7 @@ a pydantic section; the others give them to `mmrl.cli.configs`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,12 +27,17 @@ SectionT = TypeVar("SectionT", bound=Section)
 
 
 def sort_words(words: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """Sort words into names, settings (`key=value` and `~key`) and flags, which begin with `-`."""
+    """Sort words into names, settings (`key=value` and `~key`) and flags, which begin with `-`.
+
+    The path of something that exists is a name, also with a `=` behind its folder.
+    """
     names: list[str] = []
     settings: list[str] = []
     flags: list[str] = []
     for word in words:
-        setting = word.startswith("~") or ("=" in word and not word.startswith("="))
+        # Folders of sweeps have names such as `x/seed=0`.
+        path = "/" in word.partition("=")[0] and os.path.exists(word)
+        setting = word.startswith("~") or ("=" in word and not word.startswith("=") and not path)
         (flags if word.startswith("-") else settings if setting else names).append(word)
     return names, settings, flags
 

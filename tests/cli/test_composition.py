@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from mmrl.algorithms import ALGORITHMS
 from mmrl.cli import main
+from mmrl.cli.arguments import sort_words
 from mmrl.cli.configs import configured, train_configs
 from mmrl.cli.hydra import composed
 from mmrl.cli.overrides import read_line
@@ -132,3 +133,10 @@ def test_no_row_may_be_said(tmp_path, monkeypatch, capsys):
     assert "Traceback" not in capsys.readouterr().err
     assert main(["train", "-m", "experiment=null,mine", "seed=x"]) == 2
     assert capsys.readouterr().err.startswith("error: seed: got 'x'")
+
+
+def test_a_path_that_exists_is_a_name_also_with_an_equals_sign(tmp_path, monkeypatch):
+    (tmp_path / "x" / "seed=0").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "x")
+    words = ["seed=0", "./seed=0", "../x/seed=0", "x/seed=1", "eval.items=3"]
+    assert sort_words(words)[:2] == (["./seed=0", "../x/seed=0"], ["seed=0", "x/seed=1", "eval.items=3"])
