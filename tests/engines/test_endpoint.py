@@ -200,6 +200,9 @@ def test_a_run_with_a_module_at_an_endpoint_trains_the_others(random_model, tmp_
         assert record["endpoint/cost"] > 0 and record["train/tokens"] > 0
         assert "weights" in out and "reranker: endpoint big" in out
         assert f"engine.endpoints.reranker  big at {url}" in out
+        asked = [seen for seen in server.seen if seen.body and "messages" in seen.body]
+        # All but the first, which asks whether the endpoint has the model; the last evaluation's too.
+        assert run.history()[-1]["endpoint/requests"] == len(asked) - 1
         before = len(server.seen)
         # The run's own task and endpoints.
         words = ["eval", f"policy={run_dir}", "split=dev", "task.data.dev_items=2"]

@@ -108,6 +108,20 @@ def test_what_is_paid_for_is_what_was_sent(whole):
     assert sum(r["prompts/calls"] + r["prompts/writer/requests"] for r in history) == len(engine.requests)
 
 
+def test_what_a_search_asks_of_endpoints_is_logged(tmp_path, task):
+    class Endpoint(ScriptedEngine):
+        def endpoint_usage(self):
+            return {"endpoint/requests": float(len(self.requests))}
+
+    engine = Endpoint(better_with_demonstrations(task[1]))
+    with (
+        stage := prompt_stage(tmp_path / "run", task, engine, "bootstrap_fewshot", **OPTIMISERS["bootstrap_fewshot"])
+    ).rundir:
+        stage.search()
+    records = RunDir.read(tmp_path / "run").history()
+    assert 0 < records[0]["endpoint/requests"] < records[-1]["endpoint/requests"] == len(engine.requests)
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_stage_killed_at_any_batch_goes_on_to_the_same_files(tmp_path, task, whole, monkeypatch, when):
     folder, result, _ = whole

@@ -54,6 +54,12 @@ def test_titles_count_where_there_are_some_and_answers_where_not(tmp_path):
     assert coverage(splits, {"c": PassageStore(tmp_path), "remote": ()}) == found
 
 
+def test_titles_are_compared_as_the_score_compares_them():
+    splits = {"dev": [item("a", titles=["new_york"])]}
+    assert coverage(splits, {"c": DOCUMENTS}) == {"dev": 0.0}
+    assert coverage(splits, {"c": DOCUMENTS}, lambda title: title.lower().replace(" ", "_")) == {"dev": 1.0}
+
+
 def test_a_corpus_too_large_to_read_is_known_by_titles_alone(monkeypatch):
     monkeypatch.setattr(module, "SCANNED", 1)
     splits = {"dev": [item("a", titles=["Porto"]), item("b", answers=["Nowhere"])], "test": [item("c", answers=["x"])]}
