@@ -63,6 +63,7 @@ def write_report(overview: Overview) -> Path:
     folders = [*sorted(run.checkpoints.glob("checkpoint-*")), Path(located(str(overview.get("model.path", ""))))]
     damaged: list[str] = []
     blocks, script = browser.blocks(overview, read_tokenizer(folders), damaged), _script()
+    facts = {name: fact for name, fact in overview.environment.items() if name != "config"}  # it has its own section
     page = rendered(
         "run.html",
         blocks=blocks,
@@ -85,7 +86,7 @@ def write_report(overview: Overview) -> Path:
         times=_times(overview),
         command=clean(" ".join(map(str, overview.environment.get("command", [])))),
         config=yaml.safe_dump(dict(overview.config), sort_keys=False, allow_unicode=True),
-        environment=yaml.safe_dump(dict(overview.environment), sort_keys=False, allow_unicode=True),
+        environment=yaml.safe_dump(facts, sort_keys=False, allow_unicode=True),
     )
     atomic_write(run.report_path, page)
     return run.report_path

@@ -108,7 +108,8 @@ class RunDir:
             refuse_full(run.path)
             for folder in FOLDERS:
                 (run.path / folder).mkdir()
-            atomic_write(run.path / "environment.json", dumps(describe_environment(command), indent=1) + "\n")
+            facts = {**describe_environment(command), "config": plain(config)}
+            atomic_write(run.path / "environment.json", dumps(facts, indent=1) + "\n")
             atomic_write(run.path / "config.yaml", yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True))
         except OSError as error:
             run._undo_create()
@@ -252,7 +253,7 @@ class RunDir:
 
     @property
     def environment(self) -> JsonObject:
-        """Machine, versions, git state; empty when missing."""
+        """Machine, versions, git state, and the config at the start; empty when missing."""
         return read_object(self.path / "environment.json")
 
     @property

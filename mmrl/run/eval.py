@@ -18,7 +18,7 @@ from mmrl.report.rundir import RunDir
 from mmrl.run.build import build_task, evaluated, evaluation_devices, fixed_engine, reward_set
 from mmrl.run.check import check_all, served
 from mmrl.run.launch import released
-from mmrl.run.settle import problems_of, run_folder, settle, stored_config
+from mmrl.run.settle import problems_of, refuse_edits, run_folder, settle, stored_config
 from mmrl.stages.evaluate import (
     drop_failed,
     evaluate,
@@ -44,6 +44,7 @@ def evaluate_policy(config: EvalCommandConfig, command: Sequence[str]) -> int:
 def resume_evaluation(folder: Path) -> int:
     """Continue a stopped `mmrl eval`: items already evaluated stay, those with an infrastructure failure run again."""
     config = stored_config(folder, EvalCommandConfig)
+    refuse_edits(folder, config)
     with RunDir.open(folder, command=["mmrl", "eval", f"resume={folder}"]) as rundir:
         with problems_of(folder):
             check_all([config.in_folder(None)])  # its own directory is full, which must not count

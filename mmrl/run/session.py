@@ -37,7 +37,7 @@ from mmrl.run.check import check_all
 from mmrl.run.doctor import check_before_training
 from mmrl.run.launch import must_start, released, start, wrapping
 from mmrl.run.ray_launch import start_on_ray
-from mmrl.run.settle import import_plugins, problems_of, refuse_changes, run_folder, settle, stored_config
+from mmrl.run.settle import import_plugins, problems_of, refuse_changes, refuse_edits, run_folder, settle, stored_config
 from mmrl.run.start import config_of_resumed, keep_start, started
 from mmrl.stages import Stage
 from mmrl.system import ray_cluster
@@ -55,7 +55,9 @@ STEADY = ("constant", "constant_with_warmup")
 
 def resume(folder: Path) -> int:
     """Continue a stopped or killed run, to the numbers that it would have had. Returns the exit code."""
-    config = config_of_resumed(stored_config(folder, StageConfig), folder)
+    config = stored_config(folder, StageConfig)
+    refuse_edits(folder, config)
+    config = config_of_resumed(config, folder)
     return begin(config, ["mmrl", "train", f"resume={folder}"], resumed=True)
 
 
@@ -235,7 +237,7 @@ def reread(config: JsonObject, steps: int, rundir: RunDir) -> Path | None:
         changed: dict[Path, str] = {}
         moved: list[str] = []
         if record:
-            moved = refuse_changes(rundir, record["config"], config, checkpoint.name)
+            moved = refuse_changes(rundir, record["config"], config, f"{checkpoint.name} was made with")
             changed = rundir.changed_since(record)
         # The weights before training are there before the checkpoint is loaded, those of the last step after it.
         evaluated = {0, step} if step == steps else {0}

@@ -164,10 +164,11 @@ def config_changes(stored: Mapping[str, object], current: Mapping[str, object]) 
     }
 
 
-def refuse_changes(
-    run: RunDir, stored: Mapping[str, object], current: Mapping[str, object], checkpoint: str
-) -> list[str]:
-    """Compare the config of a run with the one that a checkpoint was made with.
+def refuse_changes(run: RunDir, stored: Mapping[str, object], current: Mapping[str, object], origin: str) -> list[str]:
+    """Compare the config of a run with an earlier copy.
+
+    Args:
+        origin: of the copy: `checkpoint-3 was made with`.
 
     Returns:
         Changes of machine and servers, which a user may make.
@@ -187,10 +188,27 @@ def refuse_changes(
     ]
     if refused := [text for path, text in texts.items() if path not in allowed]:
         raise CheckpointError(
-            f"{run.path}/config.yaml: is not the config that {checkpoint} was made with: {', '.join(refused)}; "
+            f"{run.path}/config.yaml: is not the config that {origin}: {', '.join(refused)}; "
             "put it back, or start a new run"
         )
     return [texts[path] for path in allowed]
+
+
+def refuse_edits(folder: Path, config: RootConfig) -> None:
+    """Refuse to continue a run whose config is not the one that it was started with.
+
+    Raises:
+        CheckpointError: it is another.
+        ConfigError: the copy is damaged.
+    """
+    run = RunDir.read(folder)
+    # Runs of earlier versions have no copy.
+    if isinstance(copy := run.environment.get("config"), dict):
+        problems: list[str] = []
+        with gathered(problems, f"{folder}/environment.json: config: "):
+            refuse_changes(run, copy, config.model_dump(mode="json"), "the run was started with (environment.json)")
+        if problems:
+            raise ConfigError(problems)
 
 
 def weight_run(path: Path) -> tuple[RunDir, WeightRunConfig]:

@@ -248,6 +248,22 @@ def test_a_long_prefix_of_many_rows_is_held_once(count: int, monkeypatch: pytest
         torch.testing.assert_close(made, plain(policy, [*ids, 3]), atol=1e-4, rtol=1e-4)
 
 
+def test_places_of_rows_that_have_left_go_where_the_others_grow() -> None:
+    policy = model(max_position_embeddings=1024)
+    own = NativeLoop(policy)
+    prompts = [[2 + i, 3, 4] for i in range(40)]
+    long = [2 + i % 90 for i in range(300)]
+    with torch.no_grad():
+        own.start()
+        own.prefill([row(prompt) for prompt in prompts])
+        own.keep([7, 30])
+        own.prefill([row(long)])
+        logits = own.step([3] * 3)
+    assert own._cache[0].shape[1] == 3
+    for ids, made in zip([prompts[7], prompts[30], long], logits, strict=True):
+        torch.testing.assert_close(made, plain(policy, [*ids, 3]), atol=1e-4, rtol=1e-4)
+
+
 def forwarded(own: NativeLoop, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Lengths of the segments that are forwarded from now on."""
     seen: list[int] = []

@@ -226,7 +226,12 @@ def test_a_changed_config_is_refused_unless_it_says_where_the_run_runs(run, caps
     path.write_text(yaml.safe_dump(stored | {"seed": 7}))
     assert main(["train", f"resume={run}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"{path}: is not the config that checkpoint-3 was made with: seed=7 (was 0); put it back" in line
+    origin = "the run was started with (environment.json)"
+    assert f"{path}: is not the config that {origin}: seed=7 (was 0); put it back" in line
+    # A run of an earlier version has no copy there.
+    (run / "environment.json").unlink()
+    assert main(["train", f"resume={run}"]) == 2
+    assert f"{path}: is not the config that checkpoint-3 was made with: seed=7" in capsys.readouterr().err
 
 
 def test_settings_that_the_rules_refuse_are_named_with_their_file(run, capsys):
@@ -234,6 +239,7 @@ def test_settings_that_the_rules_refuse_are_named_with_their_file(run, capsys):
     stored = yaml.safe_load(path.read_text())
     stored["train"] |= {"warmup_steps": 7, "schedule": "constant"}
     path.write_text(yaml.safe_dump(stored))
+    (run / "environment.json").unlink()  # a run of an earlier version has no copy of its config there
     assert main(["train", f"resume={run}"]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert lines and all(line.startswith(f"error: {path}: train.warmup_steps: got 7") for line in lines)
@@ -318,6 +324,22 @@ def test_what_is_missing_or_damaged_of_an_evaluation_is_made_again(name, damage,
         "journal/step-000000-eval-dev.jsonl.gz",
     ):
         assert (folder / file).read_bytes() == (evaluation / file).read_bytes(), file
+
+
+def test_a_changed_config_of_an_evaluation_is_refused_unless_it_says_where_it_runs(evaluation, tmp_path, capsys):
+    folder = tmp_path / "eval"
+    shutil.copytree(evaluation, folder)
+    path = folder / "config.yaml"
+    stored = yaml.safe_load(path.read_text())
+    stored["hardware"]["threads"] = 2
+    path.write_text(yaml.safe_dump(stored))
+    assert main(["eval", f"resume={folder}"]) == 0
+    stored["eval"]["temperature"] = 0.5
+    path.write_text(yaml.safe_dump(stored))
+    capsys.readouterr()
+    assert main(["eval", f"resume={folder}"]) == 2
+    says = "is not the config that the run was started with (environment.json): eval.temperature=0.5 (was 0.0)"
+    assert f"{path}: {says}" in capsys.readouterr().err
 
 
 def test_no_checkpoint_at_all_begins_again(run):

@@ -173,7 +173,9 @@ class NativeLoop:
         # logarithmic number of times only. Zeros: a masked value is multiplied by 0, and 0 × NaN of fresh memory would
         # be NaN.
         w = self.weights
-        rows = max(rows, old_rows * 5 // 4) if rows > old_rows else old_rows
+        # Places of rows that have left go where there are more: `batch_tokens` counts live rows, so that many short
+        # prompts and later a few long ones would hold as many times the limit.
+        rows = max(rows, old_rows * 5 // 4) if rows > old_rows else min(old_rows, rows * 5 // 4)
         if length > old_length:
             length = -(-max(length + CACHE_STEP, old_length * 5 // 4) // CACHE_STEP) * CACHE_STEP
         else:
