@@ -6,9 +6,12 @@ import ctypes
 import os
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 SIZE = 96 << 20
+TRIES = 200
+"""Of making a disk read-only, each 10 ms after the one before."""
 _NEWNS = 0x20000
 
 
@@ -33,7 +36,14 @@ class Disk:
         # A file system with an open file cannot be made read-only, but a second view of it can.
         target = self.folder / "run" if (self.folder / "run").is_dir() else self.folder
         _call("mount", "--bind", target, target)
-        _call("mount", "-o", "remount,bind,ro", target)
+        # Busy while another process of the run writes a file that it has opened in that view.
+        for attempt in range(TRIES):
+            try:
+                return _call("mount", "-o", "remount,bind,ro", target)
+            except subprocess.CalledProcessError:
+                if attempt == TRIES - 1:
+                    raise
+                time.sleep(0.01)
 
     def release(self) -> None:
         """Give the room back, and let everything be written."""
