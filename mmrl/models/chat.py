@@ -47,21 +47,19 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools:
 
 
 def render_observation(
-    tokenizer: PreTrainedTokenizerBase, context: Sequence[int], observation: str | Messages
+    tokenizer: PreTrainedTokenizerBase, context: Sequence[int], observation: str | Messages, ended: bool = False
 ) -> tuple[int, ...]:
     """Render the next prompt of a growing context: `context`, exactly as sampled, and what tool or user add to it.
 
     Args:
         context: ids so far; the last of them end a completion.
-        observation: text goes on inside the same assistant turn (a sampled end-of-turn token at the end of `context`
-            is then taken back); messages end that turn and open the next one.
+        observation: text goes on inside the same assistant turn; messages end that turn and open the next one.
+        ended: the last id is an end-of-turn token, which text takes back.
 
     Text in an observation that looks like a special token stays text.
     """
     # Never decoded and encoded again: the ids of the turns before are the sampled ones, whatever their text would give.
     ids = tuple(context)
-    # A model may end a turn with any of several tokens (Llama 3.1 has three), and the tokenizer names one.
-    ended = bool(ids) and ids[-1] in _renderer(tokenizer).special_ids
     if isinstance(observation, str):
         return (ids[:-1] if ended else ids) + tuple(encode_text(tokenizer, observation))
     after = _renderer(tokenizer).after_turn(observation)
@@ -139,7 +137,6 @@ class _Renderer:
             for token_id, added in tokenizer.added_tokens_decoder.items()
             if added.special
         }
-        self.special_ids = frozenset(token_id for token_id, _ in self.special.values())
         # Longest first, since one special token may begin like another.
         longest_first = sorted(self.special, key=len, reverse=True)
         self.pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")

@@ -3,7 +3,8 @@
 Part of `report`; used by `run` and the commands that read runs. Layout:
 
     config.yaml        resolved config            metrics.jsonl   one JSON object per step (two where it was evaluated
-    environment.json   versions, machine, git                     apart from training), keys as in docs/metrics.md
+    environment.json   versions, machine, git,                    apart from training), keys as in docs/metrics.md
+                       a copy of the config
     journal/           every rollout and its      eval/           one line per item and evaluation
                        credit, a file per step    checkpoints/    the trainer's
     summary.json       before, after, verdict     report.html     for people
@@ -108,9 +109,11 @@ class RunDir:
             refuse_full(run.path)
             for folder in FOLDERS:
                 (run.path / folder).mkdir()
-            facts = {**describe_environment(command), "config": plain(config)}
+            text = yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True)
+            # As it will be read back: YAML has no way of writing some characters that JSON has.
+            facts = {**describe_environment(command), "config": yaml.safe_load(text)}
             atomic_write(run.path / "environment.json", dumps(facts, indent=1) + "\n")
-            atomic_write(run.path / "config.yaml", yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True))
+            atomic_write(run.path / "config.yaml", text)
         except OSError as error:
             run._undo_create()
             if error.errno in (errno.ENOSPC, errno.EDQUOT):

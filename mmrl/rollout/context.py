@@ -237,7 +237,8 @@ class RolloutContext:
 
     def _extend(self, observation: Sequence[Message] | str, after: Reply) -> tuple[tuple[int, ...], int]:
         """Extend the context; also return how many of its tokens stay: a sampled end-of-turn may be taken back."""
-        prompt_ids = self.env.extend(after.context, observation)
+        # Whichever token ended the turn: a model may have several (Llama 3.1 has three), and the tokenizer names one.
+        prompt_ids = self.env.extend(after.context, observation, after.finish == "eos")
         before = len(after.context)
         return prompt_ids, before if prompt_ids[:before] == after.context else before - 1
 
@@ -256,7 +257,7 @@ class RolloutContext:
                 text = self.env.decode(completion.ids)
             elif isinstance(substitute, str):
                 text = substitute
-                completion = Completion(ids=self.env.extend((), text), logprobs=None, finish="stop")
+                completion = Completion(ids=self.env.extend((), text, False), logprobs=None, finish="stop")
             else:
                 completion, text = await self._exchanged_by(substitute, generation, attempt)
             try:

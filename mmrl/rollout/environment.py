@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from mmrl import rng
@@ -107,8 +108,8 @@ class Environment:
     render: Callable[..., tuple[int, ...]]
     """Messages, and tools where there are any -> prompt token ids, generation prompt included; special tokens in
     contents are plain text."""
-    extend: Callable[[Sequence[int], str | Sequence[Message]], tuple[int, ...]]
-    """Context ids and an observation -> the next prompt of the same context."""
+    extend: Callable[[Sequence[int], str | Sequence[Message], bool], tuple[int, ...]]
+    """Context ids, an observation, whether the last id is an end of turn -> the next prompt of the same context."""
     decode: Callable[[Sequence[int]], str]
     """Token ids -> text without special tokens."""
     settings: SamplingSettings
@@ -165,7 +166,7 @@ def make_environment(
         task=task,
         engine=engine,
         render=lambda messages, tools=(): render_prompt(tokenizer, messages, callable_tools(tokenizer, tools)),
-        extend=lambda context, observation: render_observation(tokenizer, context, observation),
+        extend=partial(render_observation, tokenizer),
         decode=lambda ids: decode_text(tokenizer, ids),
         read=lambda prompt, ids, tools: read_message(tokenizer, prompt, ids, tools),
         settings=settings,

@@ -39,7 +39,7 @@ def play(task: Task, example: Example, replies: Sequence[str | Mapping[str, obje
         task=task,
         engine=engine,
         render=lambda messages: _ids(_text(messages)),
-        extend=lambda context, added: (*context, *_ids(added if isinstance(added, str) else _text(added))),
+        extend=lambda context, added, _: (*context, *_ids(added if isinstance(added, str) else _text(added))),
         decode=lambda ids: "".join(map(chr, ids)),
         settings=SamplingSettings(temperature=1.0, top_p=1.0, top_k=0, parse_retries=0, max_tokens=1 << 20),
         key=(0, 0),

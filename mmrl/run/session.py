@@ -148,7 +148,9 @@ def extend(folder: Path, steps_text: str) -> None:
     """
     stored_schema = schema_of(RunDir.read(folder).config)
     schema = stored_schema if issubclass(stored_schema, WeightsConfig) else TrainCommandConfig
-    config = stored_config(folder, schema, reading=True).train
+    stored = stored_config(folder, schema, reading=True)
+    refuse_edits(folder, stored)
+    config = stored.train
     if not re.fullmatch(r"\+?[0-9]{1,9}", steps_text):
         raise ConfigError(f"train.steps: got '{steps_text}', expected +N (further steps) or a number of steps")
     steps = int(steps_text) + (config.steps if steps_text.startswith("+") else 0)
@@ -237,7 +239,9 @@ def reread(config: JsonObject, steps: int, rundir: RunDir) -> Path | None:
         changed: dict[Path, str] = {}
         moved: list[str] = []
         if record:
-            moved = refuse_changes(rundir, record["config"], config, f"{checkpoint.name} was made with")
+            # A folder with the run that this one started from may have been moved as a whole; its content was compared.
+            places = ("start.run", "model.path", "model.revision", "task.prompts") if config.get("start") else ()
+            moved = refuse_changes(rundir, record["config"], config, f"{checkpoint.name} was made with", places)
             changed = rundir.changed_since(record)
         # The weights before training are there before the checkpoint is loaded, those of the last step after it.
         evaluated = {0, step} if step == steps else {0}

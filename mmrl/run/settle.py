@@ -144,8 +144,11 @@ def allocate(parent: Path, name: str) -> Path:
         raise ConfigError(f"run.dir: cannot make a folder below {parent}: {error.strerror or error}") from None
 
 
-_SERVERS = frozenset({"url", "key_env", "python", "timeout_s", "start_timeout_s", "sync_timeout_s", "restarts"})
-"""Keys, anywhere, of servers: another address of the same server changes nothing."""
+_SERVERS = frozenset(
+    {"url", "urls", "router", "key_env", "python", "timeout_s", "start_timeout_s", "sync_timeout_s", "restarts"}
+    | {"attempts", "max_wait_s", "concurrency", "requests_per_minute"}
+)
+"""Keys, anywhere, of servers: another address of the same server, or another pace, changes nothing."""
 
 
 def config_changes(stored: Mapping[str, object], current: Mapping[str, object]) -> dict[str, tuple[object, object]]:
@@ -164,11 +167,14 @@ def config_changes(stored: Mapping[str, object], current: Mapping[str, object]) 
     }
 
 
-def refuse_changes(run: RunDir, stored: Mapping[str, object], current: Mapping[str, object], origin: str) -> list[str]:
+def refuse_changes(
+    run: RunDir, stored: Mapping[str, object], current: Mapping[str, object], origin: str, moved: Sequence[str] = ()
+) -> list[str]:
     """Compare the config of a run with an earlier copy.
 
     Args:
         origin: of the copy: `checkpoint-3 was made with`.
+        moved: keys of what may lie elsewhere now.
 
     Returns:
         Changes of machine and servers, which a user may make.
@@ -181,10 +187,8 @@ def refuse_changes(run: RunDir, stored: Mapping[str, object], current: Mapping[s
     if "train.steps" in changes and changes["train.steps"][0] in run.planned_steps:
         changes.pop("train.steps")
     texts = {path: f"{path}={new} (was {old})" for path, (old, new) in changes.items()}
-    # A folder with the run that this one started from may have been moved as a whole; its content was compared.
-    places = ("model.path", "model.revision", "task.prompts") if current.get("start") else ()
     allowed = [
-        path for path in texts if path.startswith("hardware.") or path.rpartition(".")[2] in _SERVERS or path in places
+        path for path in texts if path.startswith("hardware.") or path.rpartition(".")[2] in _SERVERS or path in moved
     ]
     if refused := [text for path, text in texts.items() if path not in allowed]:
         raise CheckpointError(
@@ -206,7 +210,9 @@ def refuse_edits(folder: Path, config: RootConfig) -> None:
     if isinstance(copy := run.environment.get("config"), dict):
         problems: list[str] = []
         with gathered(problems, f"{folder}/environment.json: config: "):
-            refuse_changes(run, copy, config.model_dump(mode="json"), "the run was started with (environment.json)")
+            # The content of what the run started from is compared later (`config_of_resumed`).
+            origin, current = "the run was started with (environment.json)", config.model_dump(mode="json")
+            refuse_changes(run, copy, current, origin, moved=("start.run",))
         if problems:
             raise ConfigError(problems)
 

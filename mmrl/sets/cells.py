@@ -110,9 +110,7 @@ class Scored:
         """Scores of the last evaluation; empty before there is a second one."""
         if self.overview.evaluates:
             evaluated = self.overview.items.values()
-            scores = _scores([item for steps in evaluated for items in steps.values() for item in items])
-            # A metric counts 0 where a rollout failed, as in the evaluation's own means.
-            return scores.fillna({name: 0.0 for name in scores if not name.startswith("module/")})
+            return _scores([item for steps in evaluated for items in steps.values() for item in items])
         steps = _evaluated(self.overview)
         return _scores(steps[max(steps)] if len(steps) > 1 else [])
 
@@ -154,12 +152,14 @@ def _evaluated(overview: Overview) -> Mapping[int, Sequence[Item]]:
 
 
 def _scores(items: Sequence[Item]) -> pandas.DataFrame:
-    """Return the (items, metrics) table of one evaluation; NaN where an item has none."""
+    """Return the (items, metrics) table of one evaluation; NaN where an item has not reached a module."""
     by_item = {
         item["id"]: item["metrics"] | {f"module/{name}": value for name, value in item.get("modules", {}).items()}
         for item in items
     }
-    return pandas.DataFrame([*by_item.values()], index=[*by_item]).apply(pandas.to_numeric, errors="coerce")
+    scores = pandas.DataFrame([*by_item.values()], index=[*by_item]).apply(pandas.to_numeric, errors="coerce")
+    # A metric counts 0 where a rollout failed, as in the evaluation's own means.
+    return scores.fillna({name: 0.0 for name in scores if not name.startswith("module/")})
 
 
 def values_of(scores: pandas.DataFrame, metric: str) -> pandas.Series[float]:

@@ -21,7 +21,7 @@ from mmrl.engines import Completion, EngineSetup, Request, Sampling
 from mmrl.engines.vllm.command import exact, logprobs_mode, server_arguments, server_environment
 from mmrl.engines.vllm.server import VllmServerEngine
 from mmrl.errors import EngineFailure, SyncFailure
-from mmrl.models.load import load_tokenizer
+from mmrl.models.load import load_model, load_tokenizer
 from mmrl.system.child_process import ChildProcess
 from mmrl.system.http_client import HttpFailure
 from tests.helpers.fake_vllm import adapter_in
@@ -326,37 +326,52 @@ def test_a_server_started_anew_on_a_gpu_has_the_full_weights_that_were_pushed(
     ]
 
 
-def test_a_server_that_ended_is_started_with_the_pushed_weights_at_its_address(
+def test_a_server_that_is_started_again_loads_the_pushed_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other training processes ask at that address as soon as anybody answers there."""
+    """From its start on: other training processes ask at its address as soon as anybody answers there."""
     with serving(answering(reply([2]))) as (url, server):
         setup = EngineSetup(weights=TINY, folder=tmp_path, device="cuda")
         engine = VllmServerEngine(None, load_tokenizer(TINY), VllmServerConfig(name="vllm_server", urls=(url,)), setup)
         monkeypatch.setattr(engine, "_save", lambda version, state: {"": tmp_path / f"v{version}"})
-        engine.set_version(1)
+        managed, loaded = engine._managed(0), []
+        for version in (0, 1, 2):
+            engine.set_version(version)
+            command = managed.command(8000)
+            loaded.append(command[command.index("--model") + 1])
         (replica,) = engine.replicas
         replica.process = process(tmp_path, HEALTHY)
         replica.process.start()
-        port = replica.process.port
-        started = []
-
-        def managed(path: str, index: int) -> Any:
-            started.append(path)
-            return process(tmp_path, HEALTHY)
-
-        async def boot() -> None:
-            assert replica.process is not None and replica.process.port == port
-            await asyncio.to_thread(replica.process.start)
-
-        monkeypatch.setattr(engine, "_managed", managed)
-        monkeypatch.setattr(replica, "boot", boot)
+        reloads = len(asked(server, "/collective_rpc"))
+        monkeypatch.setattr(replica, "boot", lambda: asyncio.to_thread(replica.process.start))
         os.killpg(replica.process.pid or 0, signal.SIGKILL)
         assert engine._api.io.wait(engine._take_out_lost(HttpFailure("connection", "it has ended")))
         engine._api.io.wait(engine._gather())
         engine.close()
-    assert started == [str(tmp_path / "v1")] and engine.restarts == 1
-    assert len(asked(server, "/collective_rpc")) == 1, "the push alone has loaded weights in place"
+    assert loaded == [str(tmp_path / f"v{version}") for version in (0, 1, 2)] and engine.restarts == 1
+    assert len(asked(server, "/collective_rpc")) == reloads, "what it was started with is what was pushed"
+
+
+def test_weights_pushed_after_a_resume_outlive_those_of_the_process_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = tmp_path / "engine" / "weights"
+    for name in ("v000006-6", "v000007-7", "v000008-8.tmp"):
+        (left / name).mkdir(parents=True)
+
+    def save(model: Any, names: Any, folder: Path, state: Any) -> dict[str, Path]:
+        folder.mkdir(parents=True)
+        return {"": folder}
+
+    monkeypatch.setattr("mmrl.engines.vllm.base.save_weights", save)
+    monkeypatch.setattr("mmrl.engines.vllm.base.PushingEngine._check_served", lambda engine: None)
+    with serving(answering(reply([2]))) as (url, _):
+        model = load_model(TINY, "cpu")
+        setup = EngineSetup(weights=TINY, folder=tmp_path, device="cuda")
+        engine = VllmServerEngine(model, load_tokenizer(TINY), VllmServerConfig(name="vllm_server", urls=(url,)), setup)
+        engine.set_version(7)
+        engine.close()
+    assert (left / "v000007-8").is_dir() and not (left / "v000006-6").exists()
 
 
 def test_weights_that_cannot_be_written_are_a_failed_push(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,7 +113,7 @@ class FakeTask(Task):
         return {"data": "fake"}
 
 
-def extended(context: Sequence[int], observation: Any) -> tuple[int, ...]:
+def extended(context: Sequence[int], observation: Any, ended: bool = False) -> tuple[int, ...]:
     text = observation if isinstance(observation, str) else "".join(f"<{m['role']}>{m['content']}" for m in observation)
     return (*context, *letters(text))
 

@@ -27,13 +27,19 @@ def test_text_goes_on_inside_the_turn(tokenizer, context):
 @pytest.mark.parametrize("end", ["<|im_end|>", "<|endoftext|>"])
 def test_any_sampled_end_of_turn_is_taken_back_when_the_turn_goes_on(tokenizer, context, end):
     ended = (*context, tokenizer.convert_tokens_to_ids(end))
-    assert render_observation(tokenizer, ended, "more") == render_observation(tokenizer, context, "more")
+    assert render_observation(tokenizer, ended, "more", True) == render_observation(tokenizer, context, "more")
+
+
+def test_a_special_token_that_ended_no_turn_stays(tokenizer, context):
+    # The last of a prompt whose completion is empty, or a stop string of the program's.
+    kept = (*context, tokenizer.convert_tokens_to_ids("<|im_start|>"))
+    assert render_observation(tokenizer, kept, "more")[: len(kept)] == kept
 
 
 @pytest.mark.parametrize("ended", [False, True])
 def test_messages_end_the_turn_once_and_open_the_next(tokenizer, context, ended):
     start = (*context, tokenizer.eos_token_id) if ended else context
-    ids = render_observation(tokenizer, start, [{"role": "user", "content": "<result>1</result>"}])
+    ids = render_observation(tokenizer, start, [{"role": "user", "content": "<result>1</result>"}], ended)
     whole = [
         {"role": "user", "content": "go"},
         {"role": "assistant", "content": "look it up</tool>"},

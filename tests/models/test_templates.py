@@ -39,7 +39,7 @@ def test_a_growing_context_goes_on_under_a_template_without_a_system_role():
     tokenizer = make_tokenizer(RAISING)
     prompt = render_prompt(tokenizer, [SYSTEM, USER])
     sampled = (*prompt, *encode_text(tokenizer, "the dog"), tokenizer.eos_token_id)
-    added = render_observation(tokenizer, sampled, [USER])[len(sampled) :]
+    added = render_observation(tokenizer, sampled, [USER], True)[len(sampled) :]
     assert tokenizer.decode(added) == "\n<|im_start|>user\nthe mat<|im_end|>\n<|im_start|>model\n"
 
 

@@ -121,5 +121,8 @@ def test_a_learning_rate_that_falls_to_the_end_of_the_run_is_refused(short, tmp_
     assert "schedule: constant" in text
     (run / "config.yaml").write_text(text.replace("schedule: constant", "schedule: cosine"))
     assert main(["train", f"resume={run}", "train.steps=4"]) == 2
+    assert "(environment.json): train.schedule=cosine (was constant); put it back" in capsys.readouterr().err
+    (run / "environment.json").unlink()  # as if it had been started so
+    assert main(["train", f"resume={run}", "train.steps=4"]) == 2
     assert "train.schedule=cosine ends at step 2" in capsys.readouterr().err
     assert not (run / "segments.jsonl").exists()

@@ -24,7 +24,9 @@ class Known(FakeEngine):
 
     async def generate(self, request):
         ids = self.answer(request)
-        return Completion(ids=ids, logprobs=(-0.5,) * len(ids), finish="stop")
+        return Completion(ids=ids, logprobs=(-0.5,) * len(ids), finish="eos" if ids[-1:] == self.end else "stop")
+
+    end = ()
 
 
 @pytest.mark.parametrize("ended", [False, True])
@@ -36,7 +38,9 @@ def test_observation_tokens_are_counted_and_cut_alike_after_a_sampled_end_of_tur
         searched = decode_text(tokenizer, request.prompt_ids).endswith("</information>\n\n")
         return (*encode_text(tokenizer, RIGHT if searched else ASK), *end)
 
-    env = environment(task, Known(say))
+    engine = Known(say)
+    engine.end = (tokenizer.eos_token_id,)
+    env = environment(task, engine)
     env.render, env.extend = partial(render_prompt, tokenizer), partial(render_observation, tokenizer)
     env.decode = partial(decode_text, tokenizer)
     for limit in (4000, 60):

@@ -158,7 +158,8 @@ class PushingEngine(VllmEngine):
     ):
         super().__init__(model, tokenizer, config, setup)
         self.probe_ids = render_prompt(tokenizer, [{"role": "user", "content": PROBE}])
-        self._pushes = 0
+        # After those of the process before, whose folders may be there: the newest are those with the largest numbers.
+        self._pushes = max((_push_of(folder) for folder in self._pushed_folders()), default=0)
         self._nonce = secrets.token_hex(3)
         self._base_probes: dict[str, list[float]] = {}
         """Server -> log-probabilities of the probe by the weights that it was started with."""
@@ -217,9 +218,12 @@ class PushingEngine(VllmEngine):
 
     def _forget_old(self) -> None:
         """Delete the folders of versions that nobody uses any more."""
-        folders = sorted((self.folder / "weights").glob("v*"), key=lambda path: int(path.name.rpartition("-")[2]))
-        for old in folders[: -self.setup.versions]:
+        for old in sorted(self._pushed_folders(), key=_push_of)[: -self.setup.versions]:
             shutil.rmtree(old, ignore_errors=True)
+
+    def _pushed_folders(self) -> list[Path]:
+        # Not what a kill left half-written (`.tmp`).
+        return [*(self.folder / "weights").glob("v*[0-9]")]
 
     def _check_served(self) -> None:
         """Compare what vLLM says of the probe with the trainer's own forward, and the base with its start.
@@ -265,6 +269,11 @@ class PushingEngine(VllmEngine):
     @property
     def _tolerance(self) -> float:
         return HALF_TOLERANCE if self._half else TOLERANCE
+
+
+def _push_of(folder: Path) -> int:
+    """Return the number of a push from the name of its folder, `v<version>-<push>`."""
+    return int(folder.name.rpartition("-")[2])
 
 
 def save_weights(

@@ -8,7 +8,7 @@ weights to them: when that ends, however it ends, Ray ends the actors, and each 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -75,15 +75,15 @@ class RayServer(ChildProcess):
     """Server process on a node of the cluster.
 
     Args:
-        words: command line but for host and port.
+        words: returns the command line but for host and port.
         group: of `place_servers`.
         index: of its bundle.
         log: in a folder that the nodes share.
     """
 
-    def __init__(self, words: Sequence[str], group: Any, index: int, *, log: Path, **settings: Any):
-        super().__init__(lambda port: words, log=log, **settings)
-        self._arguments = (words, {"log": log, **settings})
+    def __init__(self, words: Callable[[], Sequence[str]], group: Any, index: int, *, log: Path, **settings: Any):
+        super().__init__(lambda port: words(), log=log, **settings)
+        self._words, self._settings = words, {"log": log, **settings}
         self._group, self._index = group, index
         self._actor: Any = None
         self._ended: Any = None
@@ -131,7 +131,7 @@ class RayServer(ChildProcess):
             num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0), max_concurrency=3, scheduling_strategy=place
         )
         while True:
-            self._actor = kind.remote(*self._arguments)
+            self._actor = kind.remote(self._words(), self._settings)
             try:
                 ray.get(self._actor.placed.remote(), timeout=max(0.0, deadline - time.monotonic()))
                 return

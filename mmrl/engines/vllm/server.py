@@ -83,7 +83,7 @@ class VllmServerEngine(HttpEngine, PushingEngine):
             Replica(
                 f"vLLM server {index + 1}" if count > 1 else "the vLLM server",
                 VllmApi(_root(config.urls[index]) if config.urls else "", config.timeout_s, config.concurrency),
-                None if config.urls else self._managed(model_path(self.weights), index),
+                None if config.urls else self._managed(index),
                 config.restarts,
             )
             for index in range(count)
@@ -199,29 +199,21 @@ class VllmServerEngine(HttpEngine, PushingEngine):
         folder = self._save(version, state).get("")
         if folder is None:
             return
-        path = str(folder.resolve())
         if not self._starts_anew:
+            path = str(folder.resolve())
             self._wait(self._on_each(lambda replica: replica.api.reload(path)))
             self._weights_folder = folder
             return
+        self._weights_folder = folder
         # One after the other: two that load at once need twice the memory.
         for replica in [*self._serving]:
-            self._wait(self._start_with(replica, path))
+            self._wait(self._restart(replica))
 
-    async def _start_with(self, replica: Replica, path: str) -> None:
-        """Start a server anew with other weights."""
+    async def _restart(self, replica: Replica) -> None:
+        """Start a server again, with the newest weights."""
         await self._take_out(replica)
-        assert replica.process is not None
-        replica.process.stop()
-        self._load_at_start(replica, path)
         await replica.boot()
         await self._put_in(replica)
-
-    def _load_at_start(self, replica: Replica, path: str) -> None:
-        """Have a server load other weights when it is started, at the same address if it can."""
-        assert replica.process is not None
-        port, replica.process = replica.process.port, self._managed(path, self.replicas.index(replica))
-        replica.process.port = port
 
     @property
     def _starts_anew(self) -> bool:
@@ -254,11 +246,16 @@ class VllmServerEngine(HttpEngine, PushingEngine):
         """Return metrics for the step's record."""
         return {"engine/restarts": float(self.restarts), "engine/servers": float(len(self._serving))}
 
-    def _managed(self, path: str, index: int) -> ChildProcess:
+    def _managed(self, index: int) -> ChildProcess:
         share = len(self.setup.devices) // self.config.replicas
         setup = replace(self.setup, devices=self.setup.devices[index * share : (index + 1) * share])
-        arguments = server_arguments(self.config, setup, path, self.mode, len(self.names), self.rank)
-        words = [self.config.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
+
+        def words() -> list[str]:
+            # At each start: with the full weights that were pushed last.
+            path = model_path(self.weights) if self._weights_folder is None else str(self._weights_folder.resolve())
+            arguments = server_arguments(self.config, setup, path, self.mode, len(self.names), self.rank)
+            return [self.config.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
+
         log = self.folder / (f"vllm-{index + 1}.log" if self.config.replicas > 1 else "vllm.log")
         limits: dict[str, Any] = {"timeout_s": self.config.start_timeout_s, "limit": "engine.start_timeout_s"}
         env = server_environment(self.config, setup)
@@ -267,8 +264,9 @@ class VllmServerEngine(HttpEngine, PushingEngine):
             return RayServer(words, self._group, index, log=log.absolute(), env=env, **limits)
 
         # The address comes last, so that no other argument can change it.
-        local = [*words, "--host", "127.0.0.1", "--port"]
-        return ChildProcess(lambda port: [*local, str(port)], log=log, env=env, **limits)
+        return ChildProcess(
+            lambda port: [*words(), "--host", "127.0.0.1", "--port", str(port)], log=log, env=env, **limits
+        )
 
     async def _first_boot(self) -> None:
         # One after the other: servers that start at once need the memory of all their loading at once.
@@ -371,9 +369,6 @@ class VllmServerEngine(HttpEngine, PushingEngine):
         replica.spend_restart(error, self.config.restarts)
         LOG.warning("starting %s again", replica.name)
         self.restarts += 1
-        if self._weights_folder is not None:
-            # Not by a reload: other processes know the address, and would be answered before it.
-            self._load_at_start(replica, str(self._weights_folder.resolve()))
         await self._bring_up_to_date(replica)
 
     async def _bring_up_to_date(self, replica: Replica) -> None:
@@ -387,6 +382,7 @@ class VllmServerEngine(HttpEngine, PushingEngine):
         for _, adapters in self._versions if self.setup.versions > 2 else self._versions[-1:]:
             for adapter in adapters.values():
                 await replica.load(adapter.name, adapter.folder)
+        # What mmrl starts has them from its start on: other processes know the address, and ask there at once.
         if self._weights_folder is not None and replica.process is None:
             await replica.api.reload(str(self._weights_folder.resolve()))
         for name, expected in self._expected.items():
