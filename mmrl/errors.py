@@ -263,6 +263,8 @@ def storage(path: object = None) -> Iterator[None]:
     except MmrlError:
         raise
     except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            raise ConfigError(f"{error.filename}: {error.strerror}") from error
         if (refusal := storage_error(error, path)) is None:
             raise
         # Not by name: the folder may be gone that the process is in now.

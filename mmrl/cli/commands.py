@@ -98,7 +98,8 @@ def train(context: typer.Context) -> int:
 
         folder = Path(line.command_keys["resume"])
         if line.overrides:
-            session.extend(folder, overrides.value_text(line.overrides[0]) or "")
+            with session.extended(folder, overrides.value_text(line.overrides[0]) or ""):
+                return session.resume(folder)
         from mmrl.models.policy import SET
 
         if (folder / SET).is_file():

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from mmrl.config.base import FETCHED, SHIPPED
+from mmrl.config.base import FETCHED, SHIPPED, path_override
 from mmrl.config.other_stages import SFT
 from mmrl.models.load import located
 from mmrl.report.html import templates
@@ -185,7 +185,7 @@ def snippets(
         "base": located(base) if base in SHIPPED or base in FETCHED else base,
         "rank": None if rank is None else next((supported for supported in RANKS if supported >= rank), rank),
         # Whole models of several modules are served one at a time.
-        "policy": weights if names and not modules else str(folder),
+        "policy": shlex.quote(path_override("policy", weights if names and not modules else folder)),
         "served": f"policy/{modules[0]}" if modules else "policy",
         "apart": bool(modules),
         "program": program,

@@ -149,10 +149,12 @@ class RunDir:
             repair_jsonl(file)
         if command:
             facts = run.environment
-            if not facts and (run.path / "environment.json").exists():
+            # Written by hand, or damaged.
+            unread = not facts and (run.path / "environment.json").exists()
+            if unread or not isinstance(resumed := facts.setdefault("resumed", []), list):
                 raise CheckpointError(f"{run.path}/environment.json: is no JSON object; restore it, or delete it")
             # Every start is recorded: the machine may differ from the first one's.
-            facts.setdefault("resumed", []).append(describe_environment(command))
+            resumed.append(describe_environment(command))
             atomic_write(run.path / "environment.json", dumps(facts, indent=1) + "\n")
         return run
 
@@ -303,6 +305,14 @@ class RunDir:
         started = datetime.now(UTC).isoformat(timespec="seconds")
         segment = {"steps": steps, "done": done, "started": started, "command": list(command), "summary": self.summary}
         append_jsonl(self.path / SEGMENTS, [segment])
+
+    def drop_segment(self) -> None:
+        """Forget the last extension, which was refused."""
+        lines = [dumps(segment) + "\n" for segment in self.segments[:-1]]
+        if lines:
+            atomic_write(self.path / SEGMENTS, "".join(lines))
+        else:
+            (self.path / SEGMENTS).unlink()
 
     def write_summary(self, summary: Mapping[str, object]) -> None:
         """Write `summary.json`."""

@@ -73,7 +73,7 @@ def check(config: RootConfig, user_keys: Collection[str] = ()) -> list[str]:
     algo, policy = value_at(config, "algo.name"), value_at(config, "policy")
     if engine_name(config) != "openai":
         key, weights = ("policy", str(policy)) if policy is not None else ("model.path", config.model.path)
-        problems += weights_problems(key, weights, config.model.revision)
+        problems += weights_problems(key, weights, config.model.revision) + _matmul_problems(config)
     # A task refuses what it cannot be built from (prompts, a program, files) by a `ConfigError` of its own.
     try:
         task = build_task(config.task, config.seed)
@@ -92,6 +92,14 @@ def check(config: RootConfig, user_keys: Collection[str] = ()) -> list[str]:
         problems += missing_packages(config.hardware) + missing_trackers(config.run.report_to)
         problems += split_problems(config.task, task, config.eval.split, "eval.split")
     return problems + OF_KIND[config.kind.name](config, task)
+
+
+def _matmul_problems(config: RootConfig) -> list[str]:
+    dtype, device = config.model.dtype, config.hardware.device
+    if config.model.matmul != "onednn" or (dtype in ("auto", "float32") and device != "cuda"):
+        return []
+    other = f"hardware.device={device}" if device == "cuda" else f"model.dtype={dtype}"
+    return [f"model.matmul: got onednn, which computes float32 on a CPU, beside {other}; expected torch"]
 
 
 def _stages_problems(config: StagedCommandConfig, user_keys: Collection[str]) -> list[str]:

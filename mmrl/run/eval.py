@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -74,7 +75,7 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
     if failure:
         unstarted = len(examples[: config.eval.items]) - len(items)
         skipped = f"; {unstarted} items were not begun" if unstarted else ""
-        raise TooManyFailures(f"{failure}{skipped}; once that is mended: mmrl eval resume={rundir.path}")
+        raise TooManyFailures(f"{failure}{skipped}; once that is mended: {_resume(rundir.path)}")
     return 0
 
 
@@ -125,7 +126,7 @@ def _items(
                 rundir.ledger.note(results)
             return items, engine.describe(), total_usage([engine, task])
         except (KeyboardInterrupt, StorageError) as error:
-            print_resume(error, f"mmrl eval resume={rundir.path}", partial(print, file=sys.stderr))
+            print_resume(error, _resume(rundir.path), partial(print, file=sys.stderr))
             raise
 
 
@@ -148,6 +149,10 @@ def _drop_damaged(rundir: RunDir, split: str) -> None:
             rundir.ledger.note(path)
 
 
+def _resume(path: Path) -> str:
+    return f"mmrl eval {shlex.quote(f'resume={path}')}"
+
+
 def _failures_text(items: Sequence[JsonObject], metrics: Mapping[str, float], path: Path) -> str:
     """Say how many rollouts failed and why."""
     causes, by_model = failed_how(failed_kinds(items)), f"{metrics['model_failed']:.0f} by the model's own doing"
@@ -156,5 +161,5 @@ def _failures_text(items: Sequence[JsonObject], metrics: Mapping[str, float], pa
         text += f"; {caught:.0f} replies that do not parse were caught by the program"
     if metrics["failed_share"]:
         text += f"\n{causes.replace(' causes', '')}: {infrastructure_failures(items)}"
-        text += f"\nrun again what failed: mmrl eval resume={path}"
+        text += f"\nrun again what failed: {_resume(path)}"
     return text

@@ -6,6 +6,7 @@ or absent.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ def export(request: ExportArguments) -> int:
     """
     run, config = weight_run(request.run_dir)
     # Never merged into what is there: two exports in one folder would load as a mixture.
-    if request.out.exists():
+    if os.path.lexists(request.out):
         raise ConfigError(f"out: {request.out} exists, and is left as it is; choose another folder")
     with damage_named(run.path):
         overview = Overview.from_run(run)

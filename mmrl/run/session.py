@@ -130,7 +130,8 @@ def _rewind(config: StageConfig, rundir: RunDir) -> Path | None:
         return checkpoint
 
 
-def extend(folder: Path, steps_text: str) -> None:
+@contextmanager
+def extended(folder: Path, steps_text: str) -> Iterator[None]:
     """Continue a run, finished or not, to another number of steps (`resume=RUN train.steps=+100`).
 
     `config.yaml` stays as it was; `segments.jsonl` gets a line: the new number of steps, the steps done, and the
@@ -156,6 +157,7 @@ def extend(folder: Path, steps_text: str) -> None:
     steps = int(steps_text) + (config.steps if steps_text.startswith("+") else 0)
     # Not an extension: the run may have been killed on its way to this very number.
     if steps == config.steps:
+        yield
         return
     # Its learning rate at every step depends on the last one, so the steps done so far would have been others.
     if config.schedule not in STEADY:
@@ -165,6 +167,13 @@ def extend(folder: Path, steps_text: str) -> None:
         if steps <= done:
             raise ConfigError(f"train.steps: got {steps_text}, but {folder} has done {done}; expected more, or +N")
         run.add_segment(steps, done, ["mmrl", "train", f"resume={folder}", f"train.steps={steps_text}"])
+    try:
+        yield
+    except MmrlError as error:
+        # Refused before its first step: the same command, typed again once that is mended, must mean the same.
+        if error.exit_code == ConfigError.exit_code and all(record["step"] <= done for record in run.history()):
+            run.drop_segment()
+        raise
 
 
 def work(job: JsonObject) -> int:

@@ -207,7 +207,9 @@ def refuse_edits(folder: Path, config: RootConfig) -> None:
     """
     run = RunDir.read(folder)
     # Runs of earlier versions have no copy.
-    if isinstance(copy := run.environment.get("config"), dict):
+    if (copy := run.environment.get("config", run)) is not run:
+        if not isinstance(copy, dict):
+            raise CheckpointError(f"{folder}/environment.json: config: holds no settings; restore it")
         problems: list[str] = []
         with gathered(problems, f"{folder}/environment.json: config: "):
             # The content of what the run started from is compared later (`config_of_resumed`).

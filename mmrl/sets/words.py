@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -100,7 +101,10 @@ def _file_of(name: str, group: str, config_dir: str | None) -> Path:
     if name not in (names := set_names(config_dir, group)):
         raise ConfigError(unknown(group, name, names))
     files = [folder / group / f"{name}.yaml" for folder in (*user_dirs(config_dir), conf_dir())]
-    return next(path for path in files if path.is_file())
+    path = next(path for path in files if os.path.lexists(path))
+    if not path.is_file():
+        raise ConfigError(f"{path}: is not a file")
+    return path
 
 
 def _validated(content: object, path: Path) -> SetSpec:

@@ -50,7 +50,7 @@ def import_module(key: str, name: str) -> ModuleType:
         return importlib.import_module(name)
     except ConfigError:  # a plugin refuses its own settings
         raise
-    except Exception as error:  # whatever the user's own module raises
+    except (Exception, SystemExit) as error:  # whatever the user's own module raises, also to end the process
         hint = ""
         if isinstance(error, ModuleNotFoundError) and error.name and name.startswith(error.name):
             hint = f"; it is neither installed nor in {folder}"

@@ -219,3 +219,18 @@ def test_an_interrupt_within_the_composition_is_one(monkeypatch):
     monkeypatch.setattr("mmrl.cli.hydra.compose", interrupted)
     assert main(["train", "--cfg", "job"]) == 130
     assert main(["train", "seed=1"]) == 130
+
+
+@pytest.mark.parametrize("words", [["show", ""], ["train", "run.dir="], ["credit", "algo=grpo", "rollouts="]])
+def test_a_name_that_no_file_can_have_is_one_line(words, capsys):
+    name = "x" * 300
+    assert main([*words[:-1], f"{words[-1]}{name}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and "xxx" in line and line.endswith("File name too long")
+
+
+def test_onednn_is_refused_beside_what_it_does_not_compute(capsys):
+    assert main(["train", "model.matmul=onednn", "model.dtype=bfloat16", "task.reward=nope"]) == 2
+    errors = capsys.readouterr().err
+    assert "model.matmul: got onednn, which computes float32 on a CPU, beside model.dtype=bfloat16" in errors
+    assert "task.reward: got 'nope'" in errors

@@ -33,6 +33,7 @@ def test_the_documented_task_trains_from_the_users_own_folder(tmp_path, random_m
         (None, ["No module named"]),
         ("one = 1\nundefined_name\n", ["NameError", "line 2"]),
         ("one = 1\ntwo = = 2\n", ["SyntaxError", "line 2"]),
+        ("import sys\nsys.exit(0)\n", ["SystemExit", "line 2"]),
     ],
 )
 def test_a_plugin_that_cannot_be_imported_is_a_config_error_with_its_line(code, said, tmp_path, monkeypatch, capsys):

@@ -249,6 +249,8 @@ def test_settings_that_the_rules_refuse_are_named_with_their_file(run, capsys):
     ("name", "data", "code"),
     [
         ("environment.json", "{", 2),
+        ("environment.json", '{"resumed": 5}', 2),
+        ("environment.json", '{"config": [1]}', 2),
         ("config.yaml", "{", 2),
         ("config.yaml", "[1]", 2),
         ("summary.json", "[", 0),

@@ -176,6 +176,12 @@ def test_nothing_is_overwritten_and_nothing_half_written(
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
+def test_a_link_that_leads_nowhere_is_in_the_way(by_module: Path, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "gone" / "x")
+    assert main(["export", str(by_module), f"out={tmp_path / 'link'}"]) == 2
+    assert f"error: out: {tmp_path / 'link'} exists" in capsys.readouterr().err
+
+
 def test_damage_is_refused_by_file(by_module: Path, tmp_path: Path, capsys: Any) -> None:
     """A flipped bit of the weights, and numbers of the card that the run has not written."""
     run = shutil.copytree(by_module, tmp_path / "run")

@@ -115,6 +115,17 @@ def test_what_a_run_cannot_go_on_with(typed, says, short, tmp_path, capsys):
     assert files() == before
 
 
+def test_a_refused_extension_leaves_no_trace(short, tmp_path, capsys):
+    run = copy(short, tmp_path)
+    (newest,) = (run / "checkpoints").glob("checkpoint-2")
+    (newest / "config.json").write_text("{}")
+    for older in (run / "checkpoints").glob("checkpoint-1"):
+        shutil.rmtree(older)
+    assert main(["train", f"resume={run}", "train.steps=+1"]) == 2
+    assert "no checkpoint is left to continue from" in capsys.readouterr().err
+    assert not (run / "segments.jsonl").exists()
+
+
 def test_a_learning_rate_that_falls_to_the_end_of_the_run_is_refused(short, tmp_path, capsys):
     run = copy(short, tmp_path)
     text = (run / "config.yaml").read_text()

@@ -263,6 +263,12 @@ def test_a_table_with_a_mistake_in_its_base_is_refused(calls, capsys):
     assert "base.algos: got 'mhgpo'" in capsys.readouterr().err
 
 
+def test_a_folder_in_the_place_of_a_set_is_named(calls, capsys):
+    Path("conf/set/folder.yaml").mkdir()
+    assert main(["table", "folder", "do=plan"]) == 2
+    assert "conf/set/folder.yaml: is not a file" in capsys.readouterr().err
+
+
 def test_a_row_that_cannot_run_is_refused_in_one_line(calls, capsys):
     row = "{from: FoF, train: [algo=grpo, model.path=tiny_prompts]}"
     Path("conf/set/own.yaml").write_text(SPEC.replace("rows:\n", f"rows:\n  Next: {row}\n"))
