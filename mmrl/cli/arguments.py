@@ -113,8 +113,10 @@ class CreditArguments(Section):
             raise ValueError("algo: missing, expected one or more algorithms (algo=A or algo=A,B)")
         if self.page is not None and not self.page.endswith((".html", ".svg")):
             raise ValueError(f"page: got '{self.page}', expected a file ending in .html, or in .svg for the picture")
-        if self.page is not None and Path(self.page).exists():
+        if self.page is not None and os.path.lexists(self.page):
             raise ValueError(f"page: {self.page} exists; name another file, or remove it")
+        if self.page is not None and not Path(self.page).parent.is_dir():
+            raise ValueError(f"page: no folder '{Path(self.page).parent}'")
         return self
 
 

@@ -234,3 +234,10 @@ def test_onednn_is_refused_beside_what_it_does_not_compute(capsys):
     errors = capsys.readouterr().err
     assert "model.matmul: got onednn, which computes float32 on a CPU, beside model.dtype=bfloat16" in errors
     assert "task.reward: got 'nope'" in errors
+
+
+def test_a_page_in_a_folder_that_is_not_there_is_refused_first(tmp_path, capsys):
+    words = ["credit", "algo=grpo", f"rollouts={tmp_path / 'ten.json'}", f"page={tmp_path / 'no' / 'x.html'}"]
+    assert main(words) == 2
+    printed = capsys.readouterr()
+    assert f"page: no folder '{tmp_path / 'no'}'" in printed.err and not printed.out
