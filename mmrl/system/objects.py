@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mmrl.errors import ConfigError, ProgramFailure, nearest
+from mmrl.errors import ConfigError, ProgramFailure, Stopped, nearest
 from mmrl.system.user_code import located
 
 OBJECT = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
@@ -51,6 +51,8 @@ def import_module(key: str, name: str) -> ModuleType:
     except ConfigError:  # a plugin refuses its own settings
         raise
     except (Exception, SystemExit) as error:  # whatever the user's own module raises, also to end the process
+        if isinstance(error, SystemExit) and error.code == Stopped.exit_code:  # SIGTERM, for `mmrl.cli`
+            raise
         hint = ""
         if isinstance(error, ModuleNotFoundError) and error.name and name.startswith(error.name):
             hint = f"; it is neither installed nor in {folder}"

@@ -43,3 +43,11 @@ def test_a_plugin_that_cannot_be_imported_is_a_config_error_with_its_line(code, 
     assert main(["train", "plugins=[broken_plugin]"]) == 2
     printed = capsys.readouterr().err
     assert all(part in printed for part in ["error: plugins: cannot import 'broken_plugin': ", *said]), printed
+
+
+def test_sigterm_while_a_plugin_is_imported_is_a_stop(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    # What a SIGTERM raises in the main thread, wherever it is.
+    (tmp_path / "slow_plugin.py").write_text("raise SystemExit(143)\n")
+    assert main(["train", "plugins=[slow_plugin]"]) == 143
+    assert "stopped by SIGTERM" in capsys.readouterr().err
