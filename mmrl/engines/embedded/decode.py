@@ -180,7 +180,7 @@ class NativeLoop:
             length = -(-max(length + CACHE_STEP, old_length * 5 // 4) // CACHE_STEP) * CACHE_STEP
         else:
             length = old_length
-        # rows that are about to be filled included: what is copied of them is zeros
+        # rows that are about to be filled included: what is copied of them is finite, and masked
         live, filled = min(len(self._lengths), old_rows), min(max(self._cached_lengths(), default=0), old_length)
         for index in range(len(w.layers)):
             new = w.embedding.new_zeros(2, rows, w.kv_heads, length, w.head_dim)
