@@ -332,13 +332,15 @@ def test_a_server_that_is_started_again_loads_the_pushed_weights(
     """From its start on: other training processes ask at its address as soon as anybody answers there."""
     with serving(answering(reply([2]))) as (url, server):
         setup = EngineSetup(weights=TINY, folder=tmp_path, device="cuda")
-        engine = VllmServerEngine(None, load_tokenizer(TINY), VllmServerConfig(name="vllm_server", urls=(url,)), setup)
+        config = VllmServerConfig(name="vllm_server", urls=(url,), args=("--max-num-seqs=4",))
+        engine = VllmServerEngine(None, load_tokenizer(TINY), config, setup)
         monkeypatch.setattr(engine, "_save", lambda version, state: {"": tmp_path / f"v{version}"})
         managed, loaded = engine._managed(0), []
         for version in (0, 1, 2):
             engine.set_version(version)
             command = managed.command(8000)
             loaded.append(command[command.index("--model") + 1])
+            assert command[-4:] == ["--host", "127.0.0.1", "--port", "8000"], "no engine.args after the address"
         (replica,) = engine.replicas
         replica.process = process(tmp_path, HEALTHY)
         replica.process.start()

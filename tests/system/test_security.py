@@ -119,11 +119,6 @@ def test_no_argument_opens_the_vllm_server_to_others(word):
     assert problem.startswith(f"engine.args: got {word.partition('=')[0]};")
 
 
-def test_the_address_of_the_vllm_server_comes_last():
-    source = (TOP / "mmrl/engines/vllm/server.py").read_text()
-    assert '[*words, "--host", "127.0.0.1", "--port"]' in source and "[*local, str(port)]" in source
-
-
 def test_code_of_a_model_runs_with_a_loud_line_alone(caplog):
     setup = EngineSetup(weights=ModelConfig(name="strange", path="org/strange"), device="cpu")
     for args, loud in [((), 0), (("--trust-remote-code",), 1), (("--trust_remote_code=true",), 1)]:
