@@ -31,7 +31,7 @@ compare: $(STAMP) ## every algorithm on the mini world, three seeds, one figure 
 	$(BIN)/mmrl table mini $(ARGS)
 	$(BIN)/python -m scripts.tables
 
-real: $(STAMP) ## a small pretrained model on official files (docs/real.md), every part and seed (days; resumable); ARGS='task=banking77 seed=0'
+real: $(STAMP) ## a small pretrained model on official files (docs/real.md), every part and seed (days; resumable); ARGS='columns=banking77 seed=0'
 	$(BIN)/mmrl table real $(ARGS)
 
 tables: $(STAMP) ## list the papers' tables, each a target of its own: make mhgpo-table1 SCALE=mini ARGS='seed=0 jobs=2'
