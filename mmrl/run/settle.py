@@ -144,9 +144,9 @@ def allocate(parent: Path, name: str) -> Path:
         raise ConfigError(f"run.dir: cannot make a folder below {parent}: {error.strerror or error}") from None
 
 
-_SERVERS = frozenset(
-    {"url", "urls", "router", "key_env", "python", "timeout_s", "start_timeout_s", "sync_timeout_s", "restarts"}
-    | {"attempts", "max_wait_s", "concurrency", "requests_per_minute"}
+_SERVERS = (
+    *("url", "urls", "router", "key_env", "python", "timeout_s", "start_timeout_s", "sync_timeout_s", "restarts"),
+    *("attempts", "max_wait_s", "concurrency", "requests_per_minute"),
 )
 """Keys, anywhere, of servers: another address of the same server, or another pace, changes nothing."""
 
@@ -206,17 +206,17 @@ def refuse_edits(folder: Path, config: RootConfig) -> None:
         ConfigError: the copy is damaged.
     """
     run = RunDir.read(folder)
-    # Runs of earlier versions have no copy.
-    if (copy := run.environment.get("config", run)) is not run:
-        if not isinstance(copy, dict):
-            raise CheckpointError(f"{folder}/environment.json: config: holds no settings; restore it")
-        problems: list[str] = []
-        with gathered(problems, f"{folder}/environment.json: config: "):
-            # The content of what the run started from is compared later (`config_of_resumed`).
-            origin, current = "the run was started with (environment.json)", config.model_dump(mode="json")
-            refuse_changes(run, copy, current, origin, moved=("start.run",))
-        if problems:
-            raise ConfigError(problems)
+    if "config" not in (facts := run.environment):  # of a run of an earlier version
+        return
+    if not isinstance(copy := facts["config"], dict):
+        raise CheckpointError(f"{folder}/environment.json: config: holds no settings; restore it")
+    problems: list[str] = []
+    with gathered(problems, f"{folder}/environment.json: config: "):
+        # The content of what the run started from is compared later (`config_of_resumed`).
+        origin, current = "the run was started with (environment.json)", config.model_dump(mode="json")
+        refuse_changes(run, copy, current, origin, moved=("start.run",))
+    if problems:
+        raise ConfigError(problems)
 
 
 def weight_run(path: Path) -> tuple[RunDir, WeightRunConfig]:
