@@ -15,7 +15,7 @@ from mmrl.config import EngineConfig
 from mmrl.config.endpoint import EndpointConfig
 from mmrl.config.engines import OpenAIConfig
 from mmrl.engines.base import BusyClock, Completion, Engine, Request, total_usage
-from mmrl.engines.openai import OpenAIChat, described
+from mmrl.engines.openai import OpenAIChat
 from mmrl.errors import ConfigError, EngineFailure
 from mmrl.models.chat import encode_text
 
@@ -83,7 +83,7 @@ class EndpointEngine(Engine):
 
     def describe(self) -> dict[str, str]:
         """Return the fact for a summary: which endpoint, how many requests, at what cost."""
-        return {self.chat.path: described(self.chat.settings, self.chat)}
+        return {self.chat.path: self.chat.describe()}
 
     def close(self) -> None:
         """Close the connections."""

@@ -104,6 +104,14 @@ class OpenAIChat:
         """Reset `usage` for a new run."""
         self.usage = Usage()
 
+    def describe(self) -> str:
+        """Return the endpoint for a result's facts: model, address, and what was counted so far."""
+        counts = asdict(self.usage)
+        cost = counts.pop("cost")
+        facts = [f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if count]
+        facts += [f"{cost:.2f} USD"] if cost else []
+        return self._name() + (f" ({', '.join(facts)})" if facts else "")
+
     def close(self) -> None:
         """Close the connections."""
         self._http.close()
@@ -196,16 +204,6 @@ class OpenAIChat:
 
     def _name(self) -> str:
         return f"{self.settings.model} at {self.settings.url}"
-
-
-def described(settings: EndpointConfig, chat: object) -> str:
-    """Return an endpoint for a result's facts: model, address, and what was counted so far."""
-    counted = asdict(chat.usage) if isinstance(chat, OpenAIChat) else {}
-    cost = counted.pop("cost", 0.0)
-    counts = {name: counted.pop(name) for name in ("requests", "retries", "failures") if counted} | counted
-    facts = [f"{count} {name.replace('_', ' ')}" for name, count in counts.items() if count]
-    facts += [f"{cost:.2f} USD"] if cost else []
-    return f"{settings.model} at {settings.url}" + (f" ({', '.join(facts)})" if facts else "")
 
 
 def worth_logging(count: int) -> bool:

@@ -140,13 +140,13 @@ Find = Callable[["HttpRequest"], Backend]
 
 def add_dialects(app: FastAPI, find: Find, dialects: Mapping[str, Dialect]) -> None:
     """Add a route for each dialect, by its path."""
+    from fastapi.responses import JSONResponse
+
     # Plain routes, not FastAPI's typed ones: its own 422 bodies are not errors as OpenAI's clients read them.
     for path, dialect in dialects.items():
         app.add_route(path, partial(_respond, dialect, find), methods=["POST"])
 
     async def models(request: HttpRequest) -> Response:
-        from fastapi.responses import JSONResponse
-
         try:
             names = find(request).models
         except Refused as refused:
@@ -155,8 +155,6 @@ def add_dialects(app: FastAPI, find: Find, dialects: Mapping[str, Dialect]) -> N
         return JSONResponse({"object": "list", "data": data})
 
     async def missing(request: HttpRequest, error: Exception) -> Response:
-        from fastapi.responses import JSONResponse
-
         status = getattr(error, "status_code", 500)
         return JSONResponse(error_object(status, f"{request.method} {request.url.path}: not here"), status_code=status)
 

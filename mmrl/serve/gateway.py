@@ -143,7 +143,7 @@ class Gateway:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
         app = FastAPI(title="mmrl gateway", docs_url=None, redoc_url=None, openapi_url=None)
         chat, messages = ChatCompletions(RecordedRequest), Messages()
-        add_dialects(app, self._find, {"/v1/chat/completions": chat, "/v1/messages": messages})
+        add_dialects(app, partial(_of, self._sessions), {"/v1/chat/completions": chat, "/v1/messages": messages})
         app.add_route("/v1/mmrl/result", self._take_result, methods=["POST"])
         # By its protocol asyncio knows whose small writes must not wait: else each reply takes 40 ms more (Nagle).
         listening = socket.socket(proto=socket.IPPROTO_TCP)
@@ -154,9 +154,6 @@ class Gateway:
         config = uvicorn.Config(app, log_level="error", access_log=False, lifespan="off", timeout_keep_alive=3600)
         server = uvicorn.Server(config)
         self._serving = asyncio.get_running_loop().create_task(server.serve(sockets=[listening]))
-
-    def _find(self, request: HttpRequest) -> Session:
-        return _of(self._sessions, request)
 
     async def _take_result(self, request: HttpRequest) -> Response:
         from fastapi.responses import JSONResponse

@@ -126,7 +126,7 @@ class _Policy(Backend):
     async def _chat(self, parsed: ChatRequest) -> Sequence[int]:
         from jinja2 import TemplateError
 
-        messages = parsed.rendered()
+        messages = parsed.conversation()
         self._refuse_endless(sum(len(message["content"]) for message in messages))
         try:
             # A long conversation takes a while to encode, in which no other request's token could be sent.
@@ -163,9 +163,7 @@ class _Policy(Backend):
 class _Running(Running):
     """Completion under way."""
 
-    def __init__(
-        self, served: Served, parsed: SamplingRequest, generation: Request, ended: Callable[[], None] = lambda: None
-    ):
+    def __init__(self, served: Served, parsed: SamplingRequest, generation: Request, ended: Callable[[], None]):
         self._tokenizer, self._ended = served.tokenizer, ended
         self._stops = generation.sampling.stop
         self._new: asyncio.Queue[int | None] = asyncio.Queue()

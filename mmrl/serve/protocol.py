@@ -95,6 +95,10 @@ class Message(_Body):
     name: str | None = None
     tool_call_id: str | None = None
 
+    def rendered(self) -> dict[str, Any]:
+        """Convert for a chat template, where the role developer is system."""
+        return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
+
 
 class StreamOptions(_Body):
     """`stream_options`."""
@@ -139,12 +143,9 @@ class ChatRequest(SamplingRequest):
 
     messages: list[Message] = Field(min_length=1)
 
-    def rendered(self) -> list[dict[str, str]]:
-        """Convert messages for a chat template, where the role developer is system."""
-        return [
-            {"role": "system" if message.role == "developer" else message.role, "content": message.content}
-            for message in self.messages
-        ]
+    def conversation(self) -> list[dict[str, Any]]:
+        """Convert messages for a chat template."""
+        return [message.rendered() for message in self.messages]
 
 
 def _names_function(value: dict[str, Any]) -> dict[str, Any]:
@@ -173,8 +174,8 @@ class ConversationMessage(Message):
     tool_calls: list[OfFunction] = []
 
     def rendered(self) -> dict[str, Any]:
-        """Convert for a chat template."""
-        message: dict[str, Any] = {"role": self.role.replace("developer", "system"), "content": self.content}
+        """See `Message.rendered`."""
+        message = super().rendered()
         if self.tool_calls:
             message["tool_calls"] = [_with_arguments(call) for call in self.tool_calls]
         if self.tool_call_id is not None:

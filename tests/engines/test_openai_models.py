@@ -10,7 +10,7 @@ import pytest
 
 from mmrl.cli import main
 from mmrl.config.endpoint import EndpointConfig
-from mmrl.engines.openai import OpenAIChat, described
+from mmrl.engines.openai import OpenAIChat
 from mmrl.errors import EngineFailure
 from tests.engines.test_openai import ASK, ask
 from tests.helpers.servers import Scripted, Seen, chat_reply, serving
@@ -156,7 +156,7 @@ def test_tokens_of_thoughts_and_of_the_cache_are_counted_and_priced() -> None:
     metrics = chat.usage.metrics()
     assert (metrics["endpoint/cached_tokens"], metrics["endpoint/reasoning_tokens"]) == (1600, 800)
     assert metrics["endpoint/unanswered"] == 1
-    assert described(chat.settings, chat).endswith(
+    assert chat.describe().endswith(
         "(2 requests, 1 unanswered, 2000 prompt tokens, 1600 cached tokens, 1000 completion tokens, "
         "800 reasoning tokens, 0.01 USD)"
     )

@@ -433,7 +433,9 @@ def test_text_comes_in_whole_characters_however_tokens_cut_them(random_model: st
 
         asked = ChatRequest(model="policy", messages=[{"role": "user", "content": "x"}], stream=True)  # type: ignore[list-item]
         request = Request(prompt_ids=(5,), sampling=replace(Sampling(max_tokens=9), stop=stop))
-        running = _Running(Served(engine=Says(), tokenizer=tokenizer, models={"policy": ""}), asked, request)
+        running = _Running(
+            Served(engine=Says(), tokenizer=tokenizer, models={"policy": ""}), asked, request, lambda: None
+        )
         return [piece async for piece in running.pieces()]
 
     whole = asyncio.run(pieces(()))

@@ -270,7 +270,6 @@ class Weights:
         self.causal = causal
         self.heads: int = config.num_attention_heads
         self.kv_heads: int = config.num_key_value_heads or config.num_attention_heads
-        self.hidden: int = config.hidden_size
         copied = sum(_base(source).weight.nbytes for source in _linears(causal))
         merge = adapter is None or copied <= MOST_COPIED
         self.layers: list[Layer] = [

@@ -71,14 +71,6 @@ class VllmApi:
         reply = await self.request("/v1/models")
         return {card["id"]: card for card in reply.get("data", [])}
 
-    async def load_adapter(self, name: str, folder: str) -> None:
-        """Serve the LoRA adapter in `folder` under `name`."""
-        await self.request("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
-
-    async def unload_adapter(self, name: str) -> None:
-        """Forget an adapter."""
-        await self.request("/v1/unload_lora_adapter", {"lora_name": name})
-
     async def finish_session(self, session: str) -> None:
         """Have a router forget where a session's requests went."""
         await self.request(f"/finish_session?session_id={quote(session, safe='')}", {})

@@ -76,7 +76,7 @@ class VllmEngine(Engine):
         assert setup.weights is not None and setup.folder is not None
         # A wrapper of peft passes attributes on to the model inside.
         self.model = cast("PreTrainedModel | None", model)
-        self.tokenizer, self.setup, self.weights = tokenizer, setup, setup.weights
+        self.tokenizer, self.config, self.setup, self.weights = tokenizer, config, setup, setup.weights
         self.mode = logprobs_mode(config, setup.samplings)
         self.folder = setup.folder / "engine"
         self.names = self._adapter_names()
@@ -206,7 +206,9 @@ class PushingEngine(VllmEngine):
         # Sharded weights are whole on no process, and the check would need a forward on all of them at once.
         if self.model is not None and state is None:
             self._check_served()
-        self._forget_old()
+        # The folders of versions that nobody uses any more.
+        for folder in sorted(self._pushed_folders(), key=_push_of)[: -self.setup.versions]:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _save(self, version: int, state: Mapping[str, Tensor] | None) -> dict[str, Path]:
         """Write the weights of a new version, for vLLM to load; adapter name ("" for full weights) -> folder."""
@@ -215,11 +217,6 @@ class PushingEngine(VllmEngine):
             return {name: Path(path) for name, path in self.setup.folders.items()}
         folder = self.folder / "weights" / f"v{version:06d}-{self._pushes}"
         return save_weights(self.model, self.names, folder, state)
-
-    def _forget_old(self) -> None:
-        """Delete the folders of versions that nobody uses any more."""
-        for old in sorted(self._pushed_folders(), key=_push_of)[: -self.setup.versions]:
-            shutil.rmtree(old, ignore_errors=True)
 
     def _pushed_folders(self) -> list[Path]:
         # Not what a kill left half-written (`.tmp`).
@@ -262,8 +259,7 @@ class PushingEngine(VllmEngine):
     @cached_property
     def _half(self) -> bool:
         # Parameters that are trained are float32 here whatever vLLM serves.
-        weights, model = self.setup.weights, self.model
-        served = "float32" if weights is None else served_dtype(weights, self.setup.device)
+        model, served = self.model, served_dtype(self.weights, self.setup.device)
         return model is None or served != "float32" or any(p.element_size() == 2 for p in model.parameters())
 
     @property

@@ -23,7 +23,7 @@ from mmrl.system.http_client import HttpFailure
 from mmrl.system.portal import io_loop
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor, nn
     from transformers import PreTrainedTokenizerBase
 
 TRIES = 4
@@ -56,14 +56,9 @@ class HttpEngine(VllmEngine):
     """A router keeps sessions."""
 
     def __init__(
-        self,
-        model: torch.nn.Module | None,
-        tokenizer: PreTrainedTokenizerBase,
-        config: VllmServerConfig,
-        setup: EngineSetup,
+        self, model: nn.Module | None, tokenizer: PreTrainedTokenizerBase, config: VllmServerConfig, setup: EngineSetup
     ):
         super().__init__(model, tokenizer, config, setup)
-        self.config = config
         self._clock = BusyClock()
         # The engine that has the servers puts theirs in its place; the others learn the address at the first version.
         self._api = VllmApi("", config.timeout_s, config.concurrency)
@@ -93,7 +88,8 @@ class HttpEngine(VllmEngine):
         while True:
             await self._available()
             version = self.policy_version if request.version is None else request.version
-            name = self._name_of(request.module, version)
+            adapter = self._adapter_of(request.module, version)
+            name = self._base if adapter is None else adapter.name
             try:
                 ids, logprobs, reason = await self._api.completion(name, request.prompt_ids, fields, session)
                 break
@@ -101,11 +97,6 @@ class HttpEngine(VllmEngine):
                 failures += 1
                 await self._recover(error, failures, name)
         return self._completion(row, ids, logprobs, reason, version)
-
-    def _name_of(self, module: str, version: int) -> str:
-        """Return the served name of the weights that `module` speaks with."""
-        adapter = self._adapter_of(module, version)
-        return self._base if adapter is None else adapter.name
 
     def end_session(self, session: str) -> None:
         """See `Engine.end_session`."""
@@ -132,7 +123,7 @@ class HttpEngine(VllmEngine):
 class SharedServersEngine(HttpEngine):
     """Engine of a process beside the main one, which samples from the main one's servers."""
 
-    def set_version(self, version: int, state: Mapping[str, torch.Tensor] | None = None) -> None:
+    def set_version(self, version: int, state: Mapping[str, Tensor] | None = None) -> None:
         """Learn what the main process's servers serve as policy `version`; a collective.
 
         Args:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import queue
@@ -29,7 +30,7 @@ from mmrl.errors import ConfigError, EngineFailure, SyncFailure
 from mmrl.models.load import model_path
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor, nn
     from transformers import PreTrainedTokenizerBase
     from vllm import RequestOutput
     from vllm.lora.request import LoRARequest
@@ -67,6 +68,7 @@ class _VllmRequest:
 class VllmColocatedEngine(PushingEngine):
     """Engine by vLLM in this process."""
 
+    config: VllmColocatedConfig
     busy_s: float = 0.0
 
     @property
@@ -76,16 +78,15 @@ class VllmColocatedEngine(PushingEngine):
 
     def __init__(
         self,
-        model: torch.nn.Module | None,
+        model: nn.Module | None,
         tokenizer: PreTrainedTokenizerBase,
         config: VllmColocatedConfig,
         setup: EngineSetup,
     ):
         super().__init__(model, tokenizer, config, setup)
-        self.config = config
         self._sleeps = setup.device != "cpu" if config.sleep is None else config.sleep
         self._asleep = False
-        self._count = 0
+        self._ids = map(str, itertools.count(1))
         self._in_flight = 0
         self._waiting: queue.Queue[Callable[[], None] | None] = queue.Queue()
         """Work for the driver's thread; None: the end."""
@@ -110,9 +111,8 @@ class VllmColocatedEngine(PushingEngine):
             EngineFailure: the request is impossible, or vLLM failed.
         """
         self.rules.check(request)
-        self._count += 1
         job = _VllmRequest(
-            id=str(self._count),
+            id=next(self._ids),
             row=self.rules.row(request),
             adapter=self._adapter_of(request.module, self.policy_version),
             version=self.policy_version,
@@ -222,7 +222,7 @@ class VllmColocatedEngine(PushingEngine):
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
-    def set_version(self, version: int, state: Mapping[str, torch.Tensor] | None = None) -> None:
+    def set_version(self, version: int, state: Mapping[str, Tensor] | None = None) -> None:
         """Push the trainer's weights, policy `version` now, and check that vLLM serves them.
 
         Args:
@@ -251,7 +251,7 @@ class VllmColocatedEngine(PushingEngine):
     def _unload(self, adapter: PushedAdapter) -> None:
         self._vllm.remove_lora(adapter.number)
 
-    def _replace(self, version: int, state: Mapping[str, torch.Tensor] | None) -> None:
+    def _replace(self, version: int, state: Mapping[str, Tensor] | None) -> None:
         """Replace the weights from memory to memory."""
         if self.model is None:
             return
@@ -262,8 +262,7 @@ class VllmColocatedEngine(PushingEngine):
 
     def _probes(self, adapter: PushedAdapter | None) -> dict[str, list[float]]:
         """See `VllmEngine._probes`; nothing else is in flight."""
-        self._count += 1
-        name, ids = str(self._count), self.probe_ids
+        name, ids = next(self._ids), self.probe_ids
         self._add(name, ids, {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}, adapter)
         done: list[RequestOutput] = []
         while not done:

@@ -50,15 +50,15 @@ class Replica:
         self.context = cards.get(self.base, {}).get("max_model_len")
 
     async def load(self, name: str, folder: str) -> None:
-        """Serve an adapter."""
-        await self.api.load_adapter(name, folder)
+        """Serve the LoRA adapter in `folder` under `name`."""
+        await self.api.request("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
         self._adapters.add(name)
 
     async def unload(self, name: str) -> None:
         """Forget an adapter; one that was started again since may not have it."""
         if name in self._adapters:
             self._adapters.discard(name)
-            await self.api.unload_adapter(name)
+            await self.api.request("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def lost(self) -> bool:
         """Return True if the process has ended, or nobody listens at the address."""

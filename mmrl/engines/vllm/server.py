@@ -20,6 +20,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -38,9 +39,10 @@ from mmrl.errors import EngineFailure, SyncFailure
 from mmrl.models.load import model_path
 from mmrl.system.child_process import ChildProcess
 from mmrl.system.http_client import HttpFailure
+from mmrl.system.portal import io_loop
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor, nn
     from transformers import PreTrainedTokenizerBase
 
     from mmrl.engines.vllm.transfer import Transfer
@@ -58,11 +60,7 @@ class VllmServerEngine(HttpEngine, PushingEngine):
     """Engine by one or several vLLM servers behind HTTP."""
 
     def __init__(
-        self,
-        model: torch.nn.Module | None,
-        tokenizer: PreTrainedTokenizerBase,
-        config: VllmServerConfig,
-        setup: EngineSetup,
+        self, model: nn.Module | None, tokenizer: PreTrainedTokenizerBase, config: VllmServerConfig, setup: EngineSetup
     ):
         super().__init__(model, tokenizer, config, setup)
         self.restarts = 0
@@ -82,17 +80,17 @@ class VllmServerEngine(HttpEngine, PushingEngine):
         self.replicas = [
             Replica(
                 f"vLLM server {index + 1}" if count > 1 else "the vLLM server",
-                VllmApi(_root(config.urls[index]) if config.urls else "", config.timeout_s, config.concurrency),
+                VllmApi(url.removesuffix("/").removesuffix("/v1"), config.timeout_s, config.concurrency),
                 None if config.urls else self._managed(index),
                 config.restarts,
             )
-            for index in range(count)
+            for index, url in enumerate(config.urls or [""] * count)
         ]
         self._serving = [*self.replicas]
         """Servers that get requests."""
         self._reviving: set[asyncio.Task[None]] = set()
         """Starts of servers that have ended."""
-        self._watch: asyncio.Task[None] | None = None
+        self._watch: Future[None] | None = None
         """Looks for servers that have ended, between pushes."""
         self._routed = count > 1 or config.router is not None
         self.router = Router(config, self.folder / "router.log") if self._routed else None
@@ -107,7 +105,7 @@ class VllmServerEngine(HttpEngine, PushingEngine):
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
-    def set_version(self, version: int, state: Mapping[str, torch.Tensor] | None = None) -> None:
+    def set_version(self, version: int, state: Mapping[str, Tensor] | None = None) -> None:
         """Push the trainer's weights, policy `version` now, to every server, and check that it serves them.
 
         With several processes a collective: the others have sampled with the version before, and learn of this one.
@@ -134,7 +132,7 @@ class VllmServerEngine(HttpEngine, PushingEngine):
         url, adapters = self._api.url, self._newest
         processes.first(Serving(url=url, routed=routed, base=replica.base, context=replica.context, adapters=adapters))
 
-    def _serve(self, version: int, state: Mapping[str, torch.Tensor] | None) -> None:
+    def _serve(self, version: int, state: Mapping[str, Tensor] | None) -> None:
         """Push a version to every server; raises `SyncFailure`."""
         self._stop_watching()
         for replica in self.replicas:
@@ -153,9 +151,9 @@ class VllmServerEngine(HttpEngine, PushingEngine):
                 f"policy version {version} was not taken by the vLLM server: {error}; {self._log_tails()}"
             ) from error
         if self.setup.processes.world > 1:
-            self._watch = self._api.io.wait(self._watching())
+            self._watch = asyncio.run_coroutine_threadsafe(self._watching(), io_loop())
 
-    def _pushed(self, version: int, state: Mapping[str, torch.Tensor] | None) -> bool:
+    def _pushed(self, version: int, state: Mapping[str, Tensor] | None) -> bool:
         """Push; False when a server ended under it, and the push is to be repeated.
 
         Raises:
@@ -188,7 +186,7 @@ class VllmServerEngine(HttpEngine, PushingEngine):
     def _unload(self, adapter: PushedAdapter) -> None:
         self._wait(self._on_each(lambda replica: replica.unload(adapter.name)))
 
-    def _replace(self, version: int, state: Mapping[str, torch.Tensor] | None) -> None:
+    def _replace(self, version: int, state: Mapping[str, Tensor] | None) -> None:
         """Replace the weights from GPU to GPU, or through disk."""
         if version == 0 and not self.config.urls and self._transfer is None:
             return  # the servers were started with them
@@ -269,29 +267,24 @@ class VllmServerEngine(HttpEngine, PushingEngine):
         )
 
     async def _first_boot(self) -> None:
+        """Start all servers; raises `EngineFailure` where one has another model, length or weights than the first."""
+        first = self.replicas[0]
         # One after the other: servers that start at once need the memory of all their loading at once.
         for replica in self.replicas:
             if replica.process is not None:
                 LOG.info("starting %s; its log: %s", replica.name, replica.process.log)
             await replica.boot()
+            if (first.base, first.context) != (replica.base, replica.context):
+                raise EngineFailure(
+                    f"engine.urls: {first.api.url} serves {first.base} with {first.context} tokens, {replica.api.url} "
+                    f"{replica.base} with {replica.context}; expected servers of one model and length"
+                )
             if self.names:
                 await replica.api.check_loads_adapters()
-                self._base_probes[replica.name] = await replica.api.probe(replica.base, self.probe_ids)
-        self._check_alike()
+                probe = self._base_probes[replica.name] = await replica.api.probe(replica.base, self.probe_ids)
+                self._check_gap(self._base_probes[first.name], {replica.name: probe}, "")
         if self.router is not None:
             await self.router.start([replica.api.url for replica in self.replicas])
-
-    def _check_alike(self) -> None:
-        """Raise `EngineFailure` where servers have other models, lengths or weights than the first one."""
-        first = self.replicas[0]
-        for other in self.replicas[1:]:
-            if (first.base, first.context) != (other.base, other.context):
-                raise EngineFailure(
-                    f"engine.urls: {first.api.url} serves {first.base} with {first.context} tokens, {other.api.url} "
-                    f"{other.base} with {other.context}; expected servers of one model and length"
-                )
-            probes = {other.name: self._base_probes[other.name]} if self.names else {}
-            self._check_gap(self._base_probes.get(first.name, ()), probes, "")
 
     async def _take_out(self, replica: Replica) -> None:
         self._serving.remove(replica)
@@ -303,20 +296,16 @@ class VllmServerEngine(HttpEngine, PushingEngine):
             await self.router.add(replica.api.url)
         self._serving.append(replica)
 
-    async def _watching(self) -> asyncio.Task[None]:
-        """Start looking, each second, for servers that have ended: this process may have no requests itself."""
-
-        async def look() -> None:
-            while True:
-                await asyncio.sleep(WATCH_S)
-                with suppress(HttpFailure, EngineFailure):  # of the router, which the next request finds out too
-                    await self._take_out_lost(HttpFailure("connection", "it has ended"), wait_s=0.0)
-
-        return asyncio.create_task(look())
+    async def _watching(self) -> None:
+        """Look, each second, for servers that have ended: this process may have no requests itself."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            with suppress(HttpFailure, EngineFailure):  # of the router, which the next request finds out too
+                await self._take_out_lost(HttpFailure("connection", "it has ended"), wait_s=0.0)
 
     def _stop_watching(self) -> None:
         if self._watch is not None:
-            self._watch.get_loop().call_soon_threadsafe(self._watch.cancel)
+            self._watch.cancel()
             self._watch = None
 
     async def _available(self) -> None:
@@ -425,7 +414,3 @@ class VllmServerEngine(HttpEngine, PushingEngine):
 
     def _log_tails(self) -> str:
         return "; ".join(replica.log_tail() for replica in self.replicas)
-
-
-def _root(url: str) -> str:
-    return url.removesuffix("/").removesuffix("/v1")

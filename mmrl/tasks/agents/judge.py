@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from mmrl.config.endpoint import EndpointConfig
 from mmrl.config.tasks import AgentJudgedConfig, JudgeConfig, JudgeEndpointConfig
-from mmrl.engines.openai import OpenAIChat, described, worth_logging
+from mmrl.engines.openai import OpenAIChat, worth_logging
 from mmrl.errors import ConfigError, EngineFailure, JudgeFailure, RewardFailure
 from mmrl.records import Call
 from mmrl.system.replies import quoted
@@ -110,7 +110,7 @@ class EndpointJudge:
 
     def describe(self) -> str:
         """Describe the judge, with its counts of requests."""
-        return described(self.settings, self.chat)
+        return self.chat.describe()
 
     async def ask(self, messages: Sequence[Mapping[str, str]], read: Callable[[str], T | None]) -> tuple[T, int]:
         """Return what `read` parses from a reply (never None), and the number of requests that took.

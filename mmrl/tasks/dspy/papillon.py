@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 from pydantic import AliasChoices, BaseModel, Field
 
 from mmrl.config.tasks import PapillonConfig
-from mmrl.engines.openai import OpenAIChat, described
+from mmrl.engines.openai import OpenAIChat
 from mmrl.errors import ConfigError, DataError, EngineFailure, ToolFailure, gathered
 from mmrl.records import Call, Example
 from mmrl.tasks import metrics
@@ -162,9 +162,7 @@ class PapillonTask(DspyTask):
 
     def describe(self) -> Mapping[str, object]:
         """See `mmrl.tasks.base.Task.describe`."""
-        external = "rule-based external model"
-        if self.config.external is not None and self.external is not None:
-            external = described(self.config.external, self.external)
+        external = "rule-based external model" if self.external is None else self.external.describe()
         facts = {**super().describe(), "external model": external, "judge": self.judges.describe()}
         if self.sources and self.config.sample == "paper":
             rows = (f"{split} rows {ROWS[split][0]} to {ROWS[split][1] - 1}" for split in self.sources)
