@@ -240,7 +240,7 @@ def test_no_more_requests_at_once_than_allowed_and_no_thread_each():
 
 def test_a_cancelled_search_leaves_the_client_usable():
     with listening(Faulty(good_app(), lambda n: "hang" if n == 0 else "ok")) as url:
-        client = RemoteRetriever(url, timeout_s=5)
+        client = RemoteRetriever(url, timeout_s=5, concurrency=1)
 
         async def given_up():
             with pytest.raises(TimeoutError):
