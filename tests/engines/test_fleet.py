@@ -16,31 +16,27 @@ from typing import Any
 import pytest
 import torch
 
-from mmrl.config.engines import VllmServerConfig
 from mmrl.engines import Completion, EngineSetup, Request, Sampling
 from mmrl.engines.vllm.server import VllmServerEngine
 from mmrl.errors import EngineFailure, SyncFailure
-from mmrl.models.load import load_model, load_tokenizer
+from mmrl.models.load import load_model
 from mmrl.system.http_client import HttpFailure
-from tests.engines.test_server import TINY, fake, probe_reply, reply
-from tests.helpers.fake_vllm import adapter_in, fake_vllm
+from tests.engines.test_server import TINY, engine_of, fake, probe_reply, reply
+from tests.helpers.fake_vllm import fake_vllm
 from tests.helpers.servers import Scripted, ScriptedServer, Seen, serving
 
 pytest.importorskip("vllm_router", reason="needs vllm-router, whose wheels are for Linux on x86_64")
 
 
-def fleet(
-    tmp_path: Path, bundle: dict[str, float] | None = None, *, full: bool = False, **settings: Any
-) -> VllmServerEngine:
-    """An engine that serves an adapter, or full weights."""
-    folders = {} if full else adapter_in(tmp_path)
-    setup = EngineSetup(weights=TINY, folder=tmp_path, folders=folders, bundle=bundle)
-    return VllmServerEngine(None, load_tokenizer(TINY), VllmServerConfig(name="vllm_server", **settings), setup)
-
-
 def started(tmp_path: Path, **settings: Any) -> VllmServerEngine:
     """An engine over two servers of its own."""
-    return fleet(tmp_path, replicas=2, python=fake_vllm(tmp_path), **settings)
+    return engine_of(tmp_path, replicas=2, python=fake_vllm(tmp_path), **settings)
+
+
+def kill(engine: VllmServerEngine, index: int) -> None:
+    victim = engine.replicas[index].process
+    assert victim is not None and victim.pid is not None
+    os.killpg(victim.pid, signal.SIGKILL)
 
 
 async def ask(engine: VllmServerEngine, sessions: int, each: int = 1) -> list[Completion]:
@@ -66,7 +62,7 @@ def sessions_of(server: ScriptedServer) -> dict[str, int]:
 
 def test_requests_of_a_session_meet_and_weights_reach_every_server(tmp_path: Path) -> None:
     with serving(fake(answering)) as (first, one), serving(fake(answering)) as (second, other):
-        engine = fleet(tmp_path, urls=(first, second))
+        engine = engine_of(tmp_path, urls=(first, second))
         for version in range(3):
             engine.set_version(version)
         made = asyncio.run(ask(engine, sessions=30, each=4))
@@ -111,17 +107,13 @@ def test_a_server_that_ends_too_often_stays_out_and_the_others_go_on(
 ) -> None:
     with closing(started(tmp_path, restarts=0)) as engine:
         engine.set_version(0)
-        victim = engine.replicas[1].process
-        assert victim is not None and victim.pid is not None
-        os.killpg(victim.pid, signal.SIGKILL)
+        kill(engine, 1)
         assert len(asyncio.run(ask(engine, sessions=8))) == 8
         assert engine.metrics()["engine/servers"] == 1.0
         engine.set_version(1)
         assert engine.metrics() == {"engine/restarts": 0.0, "engine/servers": 1.0}
         assert "vLLM server 2 ended again after engine.restarts=0 starts" in caplog.text
-        last = engine.replicas[0].process
-        assert last is not None and last.pid is not None
-        os.killpg(last.pid, signal.SIGKILL)
+        kill(engine, 0)
         with pytest.raises(EngineFailure, match=r"vLLM server 1 ended again after engine\.restarts=0 starts"):
             asyncio.run(ask(engine, sessions=8))
         with pytest.raises(SyncFailure, match=r"ended again after engine\.restarts=0 starts"):
@@ -143,14 +135,12 @@ class FakeTransfer:
 
 
 def test_weights_from_gpu_to_gpu_reach_a_server_that_ended_with_the_next_push(tmp_path: Path) -> None:
-    with closing(started(tmp_path, full=True)) as engine:
+    with closing(started(tmp_path, setup=EngineSetup(weights=TINY))) as engine:
         transfer = FakeTransfer()
         engine.model, engine._transfer = torch.nn.Identity(), transfer
         for version in (0, 1):
             engine.set_version(version, {"w": torch.tensor(float(version))})
-        victim = engine.replicas[0].process
-        assert victim is not None and victim.pid is not None
-        os.killpg(victim.pid, signal.SIGKILL)
+        kill(engine, 0)
         assert engine._api.io.wait(engine._take_out_lost(HttpFailure("connection", "it has ended")))
         assert not engine._reviving and engine.metrics() == {"engine/restarts": 0.0, "engine/servers": 1.0}
         engine.set_version(2, {"w": torch.tensor(2.0)})
@@ -168,7 +158,7 @@ def test_weights_from_gpu_to_gpu_reach_a_server_that_ended_with_the_next_push(tm
 def test_servers_that_mmrl_starts_have_the_weights_of_version_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with closing(started(tmp_path, full=True)) as engine:
+    with closing(started(tmp_path, setup=EngineSetup(weights=TINY))) as engine:
         saved: list[int] = []
         monkeypatch.setattr(engine, "_save", lambda version, state: saved.append(version) or {})
         engine.set_version(0)
@@ -178,7 +168,7 @@ def test_servers_that_mmrl_starts_have_the_weights_of_version_0(
 
 def test_a_server_of_others_that_goes_is_left_out_and_taken_back_with_the_newest_weights(tmp_path: Path) -> None:
     with serving(fake(answering)) as (first, _), serving(fake(answering)) as (second, _):
-        engine = fleet(tmp_path, urls=(first, second))
+        engine = engine_of(tmp_path, urls=(first, second))
         engine.set_version(0)
         alive, engine.replicas[1].api.url = engine.replicas[1].api.url, "http://127.0.0.1:1"
         assert engine.router is not None
@@ -209,11 +199,9 @@ def test_each_server_is_probed_after_a_push(
     with serving(fake(answering)) as (first, _), serving(fake(stale)) as (second, _):
         trained = dtype.startswith("trained")
         weights = TINY.model_copy(update={"dtype": "bfloat16" if trained else dtype})
-        setup = EngineSetup(weights=weights, folder=tmp_path)
-        config = VllmServerConfig(name="vllm_server", urls=(first, second))
         # Parameters that are trained are float32, whatever vLLM serves.
-        weights = TINY if trained else weights
-        engine = VllmServerEngine(load_model(weights, torch.device("cpu")), load_tokenizer(TINY), config, setup)
+        model = load_model(TINY if trained else weights, "cpu")
+        engine = engine_of(tmp_path, model, EngineSetup(weights=weights), urls=(first, second))
         said = r"vLLM server 2 does not serve the pushed weights: .* differ by 0\.5"
         with pytest.raises(SyncFailure, match=said) if refused else nullcontext():
             engine.set_version(1)
@@ -239,7 +227,7 @@ def test_servers_that_do_not_fit_are_refused(tmp_path: Path, path: str, answer: 
         serving(replying(path, answer)) as (second, _),
         pytest.raises(EngineFailure, match=words),
     ):
-        fleet(tmp_path, urls=(first, second))
+        engine_of(tmp_path, urls=(first, second))
 
 
 def test_a_named_router_carries_the_requests_of_one_server_too(tmp_path: Path) -> None:
@@ -247,7 +235,7 @@ def test_a_named_router_carries_the_requests_of_one_server_too(tmp_path: Path) -
         return Scripted({"urls": []}) if seen.path == "/list_workers" else fake(answering)(seen)
 
     with serving(fake(answering)) as (url, server), serving(router) as (address, carrier):
-        engine = fleet(tmp_path, urls=(url,), router=address.removesuffix("/v1"))
+        engine = engine_of(tmp_path, urls=(url,), router=address.removesuffix("/v1"))
         engine.set_version(0)
         assert len(asyncio.run(ask(engine, sessions=2))) == 2
         engine.close()
@@ -264,4 +252,4 @@ def test_a_router_without_sessions_is_refused(tmp_path: Path) -> None:
         serving(other_router) as (router, _),
         pytest.raises(EngineFailure, match=r"engine\.router: no vllm-router with sessions at .*HTTP 404"),
     ):
-        fleet(tmp_path, urls=(url, url.replace("127.0.0.1", "localhost")), router=router.removesuffix("/v1"))
+        engine_of(tmp_path, urls=(url, url.replace("127.0.0.1", "localhost")), router=router.removesuffix("/v1"))

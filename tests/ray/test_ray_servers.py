@@ -14,17 +14,19 @@ from typing import Any
 import psutil
 import pytest
 
-from mmrl.engines import Completion
+from mmrl.engines import Completion, EngineSetup
 from mmrl.engines.vllm.server import VllmServerEngine
 from mmrl.errors import EngineFailure
-from tests.engines.test_fleet import ask, fleet
-from tests.helpers.fake_vllm import fake_vllm
+from tests.engines.test_fleet import ask
+from tests.engines.test_server import TINY, engine_of
+from tests.helpers.fake_vllm import adapter_in, fake_vllm
 
 pytestmark = pytest.mark.ray
 
 
 def started(tmp_path: Path, cpus: float = 1.0, **settings: Any) -> VllmServerEngine:
-    return fleet(tmp_path, bundle={"CPU": cpus}, replicas=2, python=fake_vllm(tmp_path), **settings)
+    setup = EngineSetup(weights=TINY, folders=adapter_in(tmp_path), bundle={"CPU": cpus})
+    return engine_of(tmp_path, setup=setup, replicas=2, python=fake_vllm(tmp_path), **settings)
 
 
 def servers_of(tmp_path: Path) -> dict[int, psutil.Process]:
