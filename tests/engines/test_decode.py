@@ -57,22 +57,13 @@ def randomised(policy: Any) -> Any:
     return policy.eval()
 
 
-def llama3_rope() -> dict[str, Any]:
-    return {
-        "rope_type": "llama3",
-        "rope_theta": 10000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-    }
-
-
 def adapted(policy: Any, *targets: str, **settings: Any) -> Any:
     return get_peft_model(policy, LoraConfig(r=4, target_modules=list(targets), **settings))
 
 
-BIASED = {**SMALL, "attention_bias": True, "mlp_bias": True, "rope_parameters": llama3_rope()}
+ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
+ROPE |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+BIASED = {**SMALL, "attention_bias": True, "mlp_bias": True, "rope_parameters": ROPE}
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL)),
     "llama3-bias": lambda: LlamaForCausalLM(LlamaConfig(**BIASED)),
@@ -100,6 +91,14 @@ def plain(policy: torch.nn.Module, ids: Sequence[int]) -> torch.Tensor:
         return policy(torch.tensor([list(ids)])).logits[0, -1].float()
 
 
+def assert_logits_of(
+    policy: torch.nn.Module, rows: Sequence[Sequence[int]], found: Any, tolerance: float = 1e-4
+) -> None:
+    """Logits after rows are those of the model's own forward of each."""
+    for ids, logits in zip(rows, found, strict=True):
+        torch.testing.assert_close(logits, plain(policy, ids), atol=tolerance, rtol=tolerance)
+
+
 def own_loop(policy: torch.nn.Module) -> Any:
     served = TransformersEngine(policy, tokenizer(), TransformersConfig(loop="own"), EngineSetup(threads=1))
     return served.decoder.loops[""]
@@ -120,8 +119,7 @@ def test_logits_equal_the_models_forward(name: str) -> None:
             for ids, logits in zip(rows, made, strict=True):
                 ids.append(int(logits.argmax()))
             made = own.step([ids[-1] for ids in rows])
-    for ids, logits in zip(rows, made, strict=True):
-        torch.testing.assert_close(logits, plain(policy, ids), atol=2e-4, rtol=2e-4)
+    assert_logits_of(policy, rows, made, 2e-4)
 
 
 def test_half_precision_lora_is_applied_beside_the_weights() -> None:
@@ -170,8 +168,7 @@ def come_and_go(
                 for ids, token in zip(rows, tokens, strict=True):
                     ids.append(token)
                 last = list(own.step(tokens))
-    for ids, logits in zip(rows, last, strict=True):
-        torch.testing.assert_close(logits, plain(policy, ids), atol=1e-4, rtol=1e-4)
+    assert_logits_of(policy, rows, last)
 
 
 @settings(max_examples=65, deadline=None)
@@ -204,8 +201,7 @@ def test_a_pass_wider_than_the_rows_that_it_begins() -> None:
         patch.setattr(shared_prefix, "LEAST_BYTES", {"cpu": 200_000})
         own.start()
         logits = own.prefill([*(row(together) for _ in range(8)), row(alone)])
-    for ids, found in zip([*[together] * 8, alone], logits, strict=True):
-        torch.testing.assert_close(found, plain(policy, ids), atol=2e-4, rtol=2e-4)
+    assert_logits_of(policy, [*[together] * 8, alone], logits, 2e-4)
 
 
 @settings(max_examples=40, deadline=None)
@@ -244,8 +240,7 @@ def test_a_long_prefix_of_many_rows_is_held_once(count: int, monkeypatch: pytest
         logits = own.step([3] * len(prompts))
     assert bool(own._groups) == (count == 8)
     assert (own._cache[0].shape[3] < 200) == (count == 8)
-    for ids, made in zip(prompts, logits, strict=True):
-        torch.testing.assert_close(made, plain(policy, [*ids, 3]), atol=1e-4, rtol=1e-4)
+    assert_logits_of(policy, [[*ids, 3] for ids in prompts], logits)
 
 
 def test_places_of_rows_that_have_left_go_where_the_others_grow() -> None:
@@ -260,8 +255,7 @@ def test_places_of_rows_that_have_left_go_where_the_others_grow() -> None:
         own.prefill([row(long)])
         logits = own.step([3] * 3)
     assert own._cache[0].shape[1] == 3
-    for ids, made in zip([prompts[7], prompts[30], long], logits, strict=True):
-        torch.testing.assert_close(made, plain(policy, [*ids, 3]), atol=1e-4, rtol=1e-4)
+    assert_logits_of(policy, [[*ids, 3] for ids in (prompts[7], prompts[30], long)], logits)
 
 
 def forwarded(own: NativeLoop, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -420,8 +414,7 @@ def test_hf_loop_keeps_the_rows_it_is_told() -> None:
         assert loop.keep([0, 2]) == [0, 2]
         made = loop.step([11, 12])
         loop.stop()
-    for ids, logits in zip(([4, 5, 6, 11], [8, 9, 12]), made, strict=True):
-        torch.testing.assert_close(logits, plain(policy, ids), atol=1e-4, rtol=1e-4)
+    assert_logits_of(policy, ([4, 5, 6, 11], [8, 9, 12]), made)
 
 
 @pytest.mark.parametrize(("parameters", "expected"), [(1_000, {1}), (10**9, {2})])

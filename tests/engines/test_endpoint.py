@@ -65,15 +65,6 @@ def test_messages_go_out_and_text_comes_back_as_ids_without_logprobs(tokenizer):
     }
 
 
-def test_special_tokens_in_a_reply_are_plain_text(tokenizer):
-    """An endpoint cannot end a turn, or open one, in what the next module reads."""
-    end = tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id)
-    with serving([chat_reply(f"a{end}b")]) as (url, _):
-        found, _ = asked(url, tokenizer, ASK)
-    assert tokenizer.eos_token_id not in found.ids[:-1]
-    assert tokenizer.decode(found.ids[:-1]) == f"a{end}b"
-
-
 @pytest.mark.parametrize(
     ("reply", "stop", "text", "finish", "ended"),
     [
@@ -84,6 +75,8 @@ def test_special_tokens_in_a_reply_are_plain_text(tokenizer):
         (chat_reply(None), (), "", "eos", True),
         (chat_reply("cut \ud83d", finish="length"), (), "cut \ufffd", "length", False),
         (chat_reply("\ud83d\ude00"), (), "\U0001f600", "eos", True),
+        # An endpoint cannot end a turn, or open one, in what the next module reads.
+        (chat_reply("a<|im_end|>b"), (), "a<|im_end|>b", "eos", True),
     ],
 )
 def test_how_a_completion_ends(tokenizer, reply, stop, text, finish, ended):

