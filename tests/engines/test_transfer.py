@@ -5,11 +5,10 @@ vLLM's classes read what the servers are asked; only the forming of the group an
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import ExitStack
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 from mmrl.engines.vllm.api import VllmApi
 from mmrl.errors import EngineFailure
 from mmrl.system.http_client import HttpFailure
+from tests.helpers.servers import Scripted, serving
 
 pytestmark = [
     pytest.mark.vllm,
@@ -27,43 +27,23 @@ pytestmark = [
 
 
 class Server:
-    """A server of `size` processes that notes what it is asked, and answers with `status`."""
+    """A server of `size` processes, which answers with `status`."""
 
-    def __init__(self, size: int):
-        self.asked: list[tuple[str, Any]] = []
+    def __init__(self, size: int, stack: ExitStack):
         self.status = 200
-        server = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "null")
-                server.asked.append((self.path, body))
-                answer = json.dumps({"world_size": size}).encode()
-                self.send_response(server.status)
-                self.send_header("Content-Length", str(len(answer)))
-                self.end_headers()
-                self.wfile.write(answer)
-
-            do_GET = do_POST
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
-        self.api = VllmApi(f"http://127.0.0.1:{self.http.server_port}", timeout_s=5.0, concurrency=4)
+        answer = {"world_size": size}
+        url, self.http = stack.enter_context(serving(lambda seen: Scripted(answer, self.status)))
+        self.api = VllmApi(url.removesuffix("/v1"), timeout_s=5.0, concurrency=4)
+        stack.callback(self.api.io.close)
 
     def paths(self) -> list[str]:
-        return [path for path, _ in self.asked]
+        return [seen.path for seen in self.http.seen]
 
 
 @pytest.fixture
 def servers() -> Iterator[list[Server]]:
-    started = [Server(2), Server(1)]
-    yield started
-    for server in started:
-        server.api.io.close()
-        server.http.shutdown()
+    with ExitStack() as stack:
+        yield [Server(size, stack) for size in (2, 1)]
 
 
 @pytest.fixture
@@ -103,10 +83,10 @@ def test_each_push_sends_all_weights_to_all_servers(servers: list[Server], sent:
     assert sent[-1][1].tolist() == [7.0]
     for server in servers:
         assert server.paths() == JOIN + UPDATE + UPDATE, "the group is formed once"
-    joined = [NCCLWeightTransferInitInfo(**server.asked[1][1]["init_info"]) for server in servers]
+    joined = [NCCLWeightTransferInitInfo(**server.http.seen[1].body["init_info"]) for server in servers]
     assert [(info.rank_offset, info.world_size) for info in joined] == [(1, 4), (3, 4)]
     assert joined[0].master_address == "127.0.0.1" and joined[0].master_port == joined[1].master_port
-    update = NCCLWeightTransferUpdateInfo(**servers[0].asked[3][1]["update_info"])
+    update = NCCLWeightTransferUpdateInfo(**servers[0].http.seen[3].body["update_info"])
     assert update.names == names
     assert update.dtype_names == ["bfloat16", "bfloat16", "float32", "float32"]
     assert update.shapes == [[3, 2], [3], [1, 3], [1]]
@@ -134,7 +114,8 @@ def test_the_group_is_formed_anew_with_other_servers_and_after_a_failure(
         patch.setattr(producer, lambda **_: released.wait(30))
         push(first)
     released.set()
-    first.status, first.asked = 200, []
+    first.status = 200
+    first.http.seen.clear()
     push(first)
     assert first.paths() == JOIN + UPDATE
     first.status = 400

@@ -15,7 +15,7 @@ from mmrl.errors import ConfigError
 from mmrl.models.linear import OneDnnLinear, onednn, use_onednn
 from mmrl.models.load import load_model
 from mmrl.models.save import write_merged
-from tests.engines.test_decode import build, row
+from tests.engines.test_decode import assert_logits_of, build, row
 from tests.helpers.trainer_cases import gradients, make_calls, make_trainer, tiny_model, tiny_tokenizer
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
@@ -141,11 +141,8 @@ def test_prompts_after_a_long_prefix_have_the_logits_of_the_model(name, by_onedn
         first = own.prefill([row(prompt) for prompt in asked])
         later = own.prefill([row(prompts[3])])
         step = own.step([5] * (len(asked) + 1))
-        for prompt, logits in zip([*asked, prompts[3]], [*first, *later], strict=True):
-            torch.testing.assert_close(logits, policy(torch.tensor([prompt])).logits[0, -1], rtol=1e-3, atol=1e-4)
-        for prompt, logits in zip([*asked, prompts[3]], step, strict=True):
-            expected = policy(torch.tensor([[*prompt, 5]])).logits[0, -1]
-            torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-4)
+    rows = [*asked, prompts[3]]
+    assert_logits_of(policy, [*rows, *([*prompt, 5] for prompt in rows)], [*first, *later, *step])
 
 
 @needs_onednn

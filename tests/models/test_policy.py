@@ -77,48 +77,39 @@ def test_a_folder_of_weights_is_no_training_step(name, tmp_path):
     assert resolve(str(checkpoint(tmp_path, 12))).step == 12
 
 
+RECORDS = [
+    (b"\xfb", "Invalid JSON: "),
+    (b"{", "Invalid JSON: "),
+    (b"[]", "Input should be an object"),
+    (b"[" * 100_000, "recursion"),
+    (b'{"modules": "abc"}', "modules: Input should be an object"),
+    (b'{"modules": {"a": 1}}', "modules.a: Input should be a valid string"),
+    (b'{"base": [1]}', "base: Input should be a valid string"),
+    *(
+        (json.dumps({"modules": {"a": name}}).encode(), f"got '{name}', expected the name of a folder")
+        for name in ("../../evil", "..", ".", "", "/evil", "a/b")
+    ),
+]
+ADAPTERS = [
+    *RECORDS[:4],
+    (b"null", "Input should be an object"),
+    (b"{}", "base_model_name_or_path: Field required"),
+    (b'{"base_model_name_or_path": null}', "base_model_name_or_path: Input should be a valid"),
+]
+
+
 @pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (b"\xfb", "Invalid JSON: "),
-        (b"{", "Invalid JSON: "),
-        (b"[]", "Input should be an object"),
-        (b"[" * 100_000, "recursion"),
-        (b'{"modules": "abc"}', "modules: Input should be an object"),
-        (b'{"modules": {"a": 1}}', "modules.a: Input should be a valid string"),
-        (b'{"base": [1]}', "base: Input should be a valid string"),
-        *(
-            (json.dumps({"modules": {"a": name}}).encode(), f"got '{name}', expected the name of a folder")
-            for name in ("../../evil", "..", ".", "", "/evil", "a/b")
-        ),
-    ],
+    ("name", "content", "says"),
+    [*(("extra.json", *row) for row in RECORDS), *(("adapter_config.json", *row) for row in ADAPTERS)],
 )
-def test_a_damaged_or_hostile_record_of_a_checkpoint_is_refused_in_a_line(content, says, tmp_path):
-    path = checkpoint(tmp_path, 3)
-    (path / "extra.json").write_bytes(content)
+def test_a_damaged_or_hostile_file_of_a_checkpoint_is_refused_in_a_line(name, content, says, tmp_path):
+    file = checkpoint(tmp_path, 3) / name
+    file.write_bytes(content)
     with pytest.raises(ConfigError) as caught:
-        resolve(str(path))
+        resolve(str(file.parent))
     (problem,) = caught.value.problems
-    assert problem.startswith(f"policy: {path / 'extra.json'} cannot be read (") and says in problem
+    assert problem.startswith(f"policy: {file} cannot be read (") and says in problem
     assert problem.endswith("); restore it") and "\n" not in problem
-
-
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        *((text, "cannot be read (Invalid JSON: ") for text in (b"\xfb", b"{", b"[" * 100_000)),
-        *((text, "cannot be read (Input should be an object") for text in (b"[]", b"null")),
-        (b"{}", "cannot be read (base_model_name_or_path: Field required)"),
-        (b'{"base_model_name_or_path": null}', "cannot be read (base_model_name_or_path: Input should be a valid"),
-    ],
-)
-def test_an_adapter_that_does_not_say_what_it_is_for_is_refused_in_a_line(content, says, tmp_path):
-    (tmp_path / "adapter_config.json").write_bytes(content)
-    with pytest.raises(ConfigError) as caught:
-        resolve(str(tmp_path))
-    (problem,) = caught.value.problems
-    assert problem.startswith(f"policy: {tmp_path / 'adapter_config.json'} {says}")
-    assert problem.endswith("; restore it") and "\n" not in problem
 
 
 def test_policies_that_name_each_other_are_refused(tmp_path):
