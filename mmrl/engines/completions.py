@@ -184,18 +184,14 @@ def _parts(message: Mapping[str, object]) -> tuple[str, str]:
     thoughts = message.get("reasoning_content") or message.get("reasoning")
     content = message.get("content") if thoughts else message["content"]  # some leave an empty answer out
     if isinstance(content, list):
-        texts = [part["text"] for part in content if part.get("type") == "text"]
-        content = "".join(texts)
+        content = "".join(part["text"] for part in content if part.get("type") == "text")
     text = message.get("refusal") or "" if content is None else content
     if not isinstance(text, str):
         raise TypeError("the content is not text")
     # JSON can spell half of an emoji (a reply cut within one); no tokenizer or file can.
-    parts = [part.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for part in (text, _text(thoughts))]
-    return parts[0], parts[1]
-
-
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else ""
+    parts = (text, thoughts if isinstance(thoughts, str) else "")
+    answer, reasoning = (part.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for part in parts)
+    return answer, reasoning
 
 
 def _count(usage: object, *names: str) -> int:

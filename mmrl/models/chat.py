@@ -164,9 +164,10 @@ class _Renderer:
     def _render(self, tools: str, turns: tuple[_Turn, ...], after: str | None = None) -> tuple[int, ...]:
         tokenizer = self.tokenizer()
         assert tokenizer is not None  # the caller holds it
-        # Special-looking pieces of content become <mask><number><mask>, which no template writes and no tokenizer
-        # knows, so that every special token in the rendered text is one of the template's own.
-        mask = _unused_character([tools, *(part for _, content, extra in turns for part in (content, extra))])
+        # Special-looking pieces of content become <mask><number><mask>, with a private-use character that no template
+        # writes and no tokenizer knows, so that every special token in the rendered text is one of the template's own.
+        written = set("".join([tools, *(part for _, content, extra in turns for part in (content, extra))]))
+        mask = next(chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in written)
 
         def masked(text: str, role: str = "") -> str:
             pattern = self.in_reply if role == "assistant" else self.pattern
@@ -221,12 +222,6 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 def tokenizer_seconds() -> float:
     """Return the seconds that this process has spent inside fast tokenizers, encoding prompts."""
     return _SPENT[0]
-
-
-def _unused_character(contents: Iterable[str]) -> str:
-    """Return a private-use character that no content contains."""
-    occurring = set("".join(contents))
-    return next(chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in occurring)
 
 
 _RENDERERS: WeakKeyDictionary[PreTrainedTokenizerBase, _Renderer] = WeakKeyDictionary()

@@ -17,6 +17,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -42,27 +43,21 @@ LOG = logging.getLogger("mmrl.engines")
 
 @dataclass(slots=True, eq=False)
 class _VllmRequest:
-    """Request that vLLM works on; an event loop waits for `future`."""
+    """Request that vLLM works on; a program waits for `future` in its event loop."""
 
     id: str
     row: BatchRow
     adapter: PushedAdapter | None
     version: int
-    future: asyncio.Future[Completion]
+    future: Future[Completion]
 
     def answer(self, result: Completion | Exception) -> None:
         """Set the result; called in the driver's thread."""
-
-        def hand_over() -> None:
-            if self.future.done():  # its program has given up
-                return
+        with contextlib.suppress(InvalidStateError):  # its program has given up
             if isinstance(result, Exception):
                 self.future.set_exception(result)
             else:
                 self.future.set_result(result)
-
-        with contextlib.suppress(RuntimeError):  # the loop has ended with its step
-            self.future.get_loop().call_soon_threadsafe(hand_over)
 
 
 class VllmColocatedEngine(PushingEngine):
@@ -116,7 +111,7 @@ class VllmColocatedEngine(PushingEngine):
             row=self.rules.row(request),
             adapter=self._adapter_of(request.module, self.policy_version),
             version=self.policy_version,
-            future=asyncio.get_running_loop().create_future(),
+            future=Future(),
         )
         self._in_flight += 1
         try:
@@ -124,7 +119,7 @@ class VllmColocatedEngine(PushingEngine):
                 self._driver = threading.Thread(target=self._driven, name="mmrl-vllm", daemon=True)
                 self._driver.start()
             self._waiting.put(partial(self._begin, job))
-            return await job.future
+            return await asyncio.wrap_future(job.future)
         except asyncio.CancelledError:
             self._waiting.put(partial(self._drop, [job.id]))
             raise
