@@ -29,7 +29,6 @@ from mmrl.engines.base import EngineSetup, Request, Sampling
 from mmrl.engines.embedded import shared_prefix
 from mmrl.engines.embedded.batch_rows import BatchRow
 from mmrl.engines.embedded.decode import NativeLoop
-from mmrl.engines.embedded.hf_loop import HFLoop
 from mmrl.engines.embedded.transformers_engine import TransformersEngine
 from mmrl.errors import ConfigError
 from tests.helpers.engines import VOCABULARY, generate, model, request, tokenizer
@@ -402,19 +401,6 @@ def test_the_self_check_accepts_a_good_model_quietly(caplog: pytest.LogCaptureFi
     assert not caplog.records
     assert isinstance(served.decoder.loops[""], NativeLoop)
     assert policy.training
-
-
-def test_hf_loop_keeps_the_rows_it_is_told() -> None:
-    policy = model()
-    loop = HFLoop(policy)
-    rows = [[4, 5, 6], [7], [8, 9]]
-    with torch.no_grad():
-        loop.start()
-        loop.prefill([row(ids) for ids in rows])
-        assert loop.keep([0, 2]) == [0, 2]
-        made = loop.step([11, 12])
-        loop.stop()
-    assert_logits_of(policy, ([4, 5, 6, 11], [8, 9, 12]), made)
 
 
 @pytest.mark.parametrize(("parameters", "expected"), [(1_000, {1}), (10**9, {2})])

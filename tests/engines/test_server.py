@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -258,70 +257,7 @@ def test_nobody_at_the_address(tmp_path: Path) -> None:
         engine_of(tmp_path, urls=(url,))
 
 
-def test_a_dead_managed_server_is_started_once_for_all_who_wait(tmp_path: Path) -> None:
-    with served(tmp_path, reply([2])) as (engine, server):
-        (replica,) = engine.replicas
-        replica.process = process(tmp_path, HEALTHY)
-        replica.process.start()
-        alive, starts, answers = replica.api.url, [], threading.Event()
-        sampling = Sampling(max_tokens=4, temperature=1.0)
-        replica.api.url = "http://127.0.0.1:1"
-        os.killpg(replica.process.pid or 0, signal.SIGKILL)
-
-        async def boot() -> None:
-            starts.append(time.monotonic())
-            replica.process = process(tmp_path, HEALTHY)
-            await asyncio.to_thread(replica.process.start)
-            # It answers, but has not been given its weights yet.
-            replica.api.url = alive
-            before = len(asked(server, "/v1/completions"))
-            answers.set()
-            await asyncio.sleep(0.3)
-            assert len(asked(server, "/v1/completions")) == before
-
-        replica.boot = boot  # type: ignore[method-assign]
-
-        async def many() -> list[Completion]:
-            async def late() -> Completion:
-                await asyncio.to_thread(answers.wait)
-                return await engine.generate(Request(prompt_ids=(5, 6), sampling=sampling))
-
-            early = [engine.generate(Request(prompt_ids=(5, 6), sampling=sampling)) for _ in range(5)]
-            return await asyncio.gather(*early, late())
-
-        assert [made.ids for made in asyncio.run(many())] == [(2,)] * 6
-        assert (len(starts), engine.restarts) == (1, 1)
-
-
-def test_a_server_started_anew_gets_the_newest_weights_and_no_older_ones(tmp_path: Path) -> None:
-    """Folders of older versions may be gone by then, and calls of older versions died with the old server."""
-    with served(tmp_path, reply([2])) as (engine, server):
-        engine.set_version(1)
-        engine.set_version(2)
-        engine._api.io.wait(start_anew(engine))
-        engine.set_version(3)
-    names = [body["lora_name"] for body in asked(server, "/v1/load_lora_adapter")]
-    assert [name.split("-")[0] for name in names] == ["v0", "v1", "v2", "v2", "v3"] and names[2] == names[3]
-    assert [body["lora_name"] for body in asked(server, "/v1/unload_lora_adapter")] == names[:1]
-
-
-def test_a_server_started_anew_on_a_gpu_has_the_full_weights_that_were_pushed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It starts with the weights of the run's beginning; calls asked again must not be sampled from those."""
-    with serving(answering(reply([2]))) as (url, server):
-        engine = engine_of(tmp_path, setup=ON_GPU, urls=(url,))
-        monkeypatch.setattr(engine, "_save", lambda version, state: {"": tmp_path / f"v{version}"})
-        engine.set_version(1)
-        engine.set_version(2)
-        engine._api.io.wait(start_anew(engine))
-        engine.close()
-    assert [body["kwargs"]["weights_path"] for body in asked(server, "/collective_rpc")] == [
-        str(tmp_path / name) for name in ("v1", "v2", "v2")
-    ]
-
-
-def test_a_server_that_is_started_again_loads_the_pushed_weights(
+def test_a_server_that_is_started_again_has_the_full_weights_that_were_pushed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From its start on: other training processes ask at its address as soon as anybody answers there."""
@@ -334,6 +270,11 @@ def test_a_server_that_is_started_again_loads_the_pushed_weights(
             command = managed.command(8000)
             loaded.append(command[command.index("--model") + 1])
             assert command[-4:] == ["--host", "127.0.0.1", "--port", "8000"], "no engine.args after the address"
+        # One of others starts with the weights of the run's beginning; calls must not be sampled from those.
+        engine._api.io.wait(start_anew(engine))
+        assert [body["kwargs"]["weights_path"] for body in asked(server, "/collective_rpc")] == [
+            str(tmp_path / name) for name in ("v0", "v1", "v2", "v2")
+        ]
         (replica,) = engine.replicas
         replica.process = process(tmp_path, HEALTHY)
         replica.process.start()
