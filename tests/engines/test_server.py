@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -255,6 +256,41 @@ def test_nobody_at_the_address(tmp_path: Path) -> None:
         pass
     with pytest.raises(EngineFailure, match=r"engine\.urls: no vLLM server answers at http://127"):
         engine_of(tmp_path, urls=(url,))
+
+
+def test_a_dead_managed_server_is_started_once_for_all_who_wait(tmp_path: Path) -> None:
+    with served(tmp_path, reply([2])) as (engine, server):
+        (replica,) = engine.replicas
+        replica.process = process(tmp_path, HEALTHY)
+        replica.process.start()
+        alive, starts, answers = replica.api.url, [], threading.Event()
+        sampling = Sampling(max_tokens=4, temperature=1.0)
+        replica.api.url = "http://127.0.0.1:1"
+        os.killpg(replica.process.pid or 0, signal.SIGKILL)
+
+        async def boot() -> None:
+            starts.append(time.monotonic())
+            replica.process = process(tmp_path, HEALTHY)
+            await asyncio.to_thread(replica.process.start)
+            # It answers, but has not been given its weights yet.
+            replica.api.url = alive
+            before = len(asked(server, "/v1/completions"))
+            answers.set()
+            await asyncio.sleep(0.3)
+            assert len(asked(server, "/v1/completions")) == before
+
+        replica.boot = boot  # type: ignore[method-assign]
+
+        async def many() -> list[Completion]:
+            async def late() -> Completion:
+                await asyncio.to_thread(answers.wait)
+                return await engine.generate(Request(prompt_ids=(5, 6), sampling=sampling))
+
+            early = [engine.generate(Request(prompt_ids=(5, 6), sampling=sampling)) for _ in range(5)]
+            return await asyncio.gather(*early, late())
+
+        assert [made.ids for made in asyncio.run(many())] == [(2,)] * 6
+        assert (len(starts), engine.restarts) == (1, 1)
 
 
 def test_a_server_that_is_started_again_has_the_full_weights_that_were_pushed(
