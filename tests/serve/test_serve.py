@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import io
 import json
 import logging
@@ -28,12 +29,12 @@ from mmrl.config import ModelConfig
 from mmrl.config.engines import TransformersConfig
 from mmrl.engines import EngineSetup, build_engine
 from mmrl.engines.base import Completion, Engine, Request, Sampling
-from mmrl.models.chat import decode_text, render_prompt
+from mmrl.models.chat import decode_text, encode_text, render_prompt
 from mmrl.models.load import load_model, load_tokenizer
 from mmrl.models.policy import Policy
 from mmrl.run.serve import ServeArguments, models, snippets
 from mmrl.serve.openai_app import Served, make_app
-from tests.helpers.servers import listening
+from tests.helpers.servers import fetch_json, listening
 
 TOKEN = "serve-token-0123456789"
 ASK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where is Porto?"}]
@@ -211,6 +212,12 @@ def test_a_body_that_is_no_request_is_refused_and_the_server_goes_on(served: Any
     assert (status, error["type"]) == (400, "invalid_request_error")
 
 
+@functools.cache
+def tiny() -> Any:
+    """The tiny model's tokenizer."""
+    return load_tokenizer(ModelConfig(name="tiny", path="tiny"))
+
+
 class Gate(Engine):
     """Completes nothing until as many requests wait as it was told; then names each one's module."""
 
@@ -234,33 +241,17 @@ class Gate(Engine):
             self.waiting -= 1
         if request.module == "broken":
             raise RuntimeError("secret of the server")
-        ids = [ord(letter) - 32 + 2 for letter in request.module]
-        return Completion(ids=(*ids, 1), logprobs=None, finish="eos")
-
-
-class Templated:
-    """The letters of the engine tests' tokenizer, with a chat template."""
-
-    def __new__(cls) -> Any:
-        from tests.helpers.engines import tokenizer
-
-        made = tokenizer()
-        made.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-        return made
+        ids = (*encode_text(tiny(), request.module), tiny().eos_token_id)
+        return Completion(ids=ids, logprobs=None, finish="eos")
 
 
 def app_of(engine: Engine, names: dict[str, str] | None = None) -> Any:
-    return make_app(Served(engine=engine, tokenizer=Templated(), models=names or {"policy": ""}))
-
-
-def requests_now(url: str) -> int:
-    with urllib.request.urlopen(f"{url}/health", timeout=10) as reply:
-        return int(json.loads(reply.read())["requests"])
+    return make_app(Served(engine=engine, tokenizer=tiny(), models=names or {"policy": ""}))
 
 
 def none_left(url: str) -> bool:
     for _ in range(500):
-        if not requests_now(url):
+        if not fetch_json(f"{url}/health")[1]["requests"]:
             return True
         time.sleep(0.01)
     return False
@@ -351,7 +342,7 @@ def test_clients_that_leave_before_a_streams_first_byte_leave_nothing_behind() -
     asyncio.run(gone_at_once())
     assert engine.cancelled == 3 and engine.waiting == 0
     with listening(app) as url:
-        assert requests_now(url) == 0
+        assert fetch_json(f"{url}/health")[1]["requests"] == 0
         for _ in range(5):
             post(url, ask).close()
         assert none_left(url)
