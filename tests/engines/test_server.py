@@ -148,7 +148,7 @@ def engine_of(tmp_path: Path, model: Any = None, setup: EngineSetup | None = Non
 async def start_anew(engine: VllmServerEngine) -> None:
     """Take the server out and bring it back, as after its end."""
     (replica,) = engine.replicas
-    await engine._take_out(replica)
+    engine._serving.remove(replica)
     await engine._bring_up_to_date(replica)
 
 

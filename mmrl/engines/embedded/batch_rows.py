@@ -150,8 +150,10 @@ class Rules:
         """Return True if the newest token completes a stop string in the generated text."""
         # Decoding the text after every token would make a completion of T tokens cost T² / 2. So first a test of the
         # newest token alone, cached by id, and then the decode of a tail that is long enough for the longest string.
-        piece = self._piece(row.ids[-1])
-        candidates = [stop for stop in row.request.sampling.stop if stop and _may_end(stop, piece)]
+        newest = row.ids[-1]
+        if newest not in self._pieces:
+            self._pieces[newest] = self._decode([newest])
+        candidates = [stop for stop in row.request.sampling.stop if stop and _may_end(stop, self._pieces[newest])]
         if not candidates:
             return False
         # A token that adds text adds at least one byte, so a stop string of n bytes lies in the last n such tokens.
@@ -165,11 +167,6 @@ class Rules:
     def _holds(self, ids: Sequence[int], stops: Sequence[str]) -> bool:
         text = self._decode(ids)
         return any(stop in text for stop in stops)
-
-    def _piece(self, token: int) -> str:
-        if token not in self._pieces:
-            self._pieces[token] = self._decode([token])
-        return self._pieces[token]
 
     def _decode(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))

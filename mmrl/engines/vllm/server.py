@@ -209,7 +209,9 @@ class VllmServerEngine(HttpEngine, PushingEngine):
 
     async def _restart(self, replica: Replica) -> None:
         """Start a server again, with the newest weights."""
-        await self._take_out(replica)
+        self._serving.remove(replica)
+        if self.router is not None:
+            await self.router.remove(replica.api.url)
         await replica.boot()
         await self._put_in(replica)
 
@@ -285,11 +287,6 @@ class VllmServerEngine(HttpEngine, PushingEngine):
                 self._check_gap(self._base_probes[first.name], {replica.name: probe}, "")
         if self.router is not None:
             await self.router.start([replica.api.url for replica in self.replicas])
-
-    async def _take_out(self, replica: Replica) -> None:
-        self._serving.remove(replica)
-        if self.router is not None:
-            await self.router.remove(replica.api.url)
 
     async def _put_in(self, replica: Replica) -> None:
         if self.router is not None:
