@@ -141,13 +141,22 @@ def test_an_address_that_is_none_is_refused_before_anything_is_asked(url: str) -
         RemoteRetrieverConfig(name="remote", url=url)
 
 
-@pytest.mark.parametrize("usage", ['"x"', "[1]", '{"prompt_tokens": 1e999}', '{"prompt_tokens": "x"}', "null"])
-def test_an_answer_counts_whatever_its_usage_says(usage: str) -> None:
+@pytest.mark.parametrize(
+    ("usage", "prompt", "cached"),
+    [
+        *((usage, 0, 0) for usage in ('"x"', "[1]", '{"prompt_tokens": 1e999}', '{"prompt_tokens": "x"}', "null")),
+        ('{"prompt_tokens": 10, "prompt_cache_hit_tokens": 7}', 10, 7),
+        ('{"prompt_tokens": 10, "prompt_tokens_details": null}', 10, 0),
+        ('{"prompt_tokens": 10, "prompt_tokens_details": "x"}', 10, 0),
+    ],
+)
+def test_an_answer_counts_whatever_its_usage_says(usage: str, prompt: int, cached: int) -> None:
     body = f'{{"choices": [{{"message": {{"content": "fine"}}}}], "usage": {usage}}}'
     with serving([Scripted(body)]) as (url, _):
         chat = chat_at(url, attempts=1)
         assert ask(chat) == "fine"
-    assert (chat.usage.requests, chat.usage.prompt_tokens, chat.usage.cost) == (1, 0, 0.0)
+    counted = chat.usage
+    assert (counted.requests, counted.prompt_tokens, counted.cached_tokens, counted.cost) == (1, prompt, cached, 0.0)
 
 
 def test_a_reply_that_trickles_in_ends_in_time() -> None:

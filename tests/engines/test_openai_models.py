@@ -162,19 +162,6 @@ def test_tokens_of_thoughts_and_of_the_cache_are_counted_and_priced() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("details", "cached"),
-    [({"prompt_cache_hit_tokens": 7}, 7), ({"prompt_tokens_details": None}, 0), ({"prompt_tokens_details": "x"}, 0)],
-)
-def test_the_cache_is_counted_as_servers_say_it(details: dict[str, Any], cached: int) -> None:
-    reply = chat_reply("x")
-    reply.body["usage"] |= details
-    with serving([reply]) as (url, _):
-        chat = chat_at(url)
-        ask(chat)
-    assert chat.usage.cached_tokens == cached
-
-
 def test_a_reasoning_model_is_found_by_the_probe() -> None:
     def probed(seen: Seen) -> Scripted:
         return OTHER_LIMIT if "max_tokens" in seen.body else SHORT

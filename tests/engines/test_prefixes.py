@@ -73,20 +73,6 @@ def test_the_store_finds_the_longest_and_drops_the_least_recently_used() -> None
     assert len(store) == 2
 
 
-def test_one_prompt_after_another_shares_from_the_third_on() -> None:
-    store = PrefixStore(1000)
-    header = (7,) * 80
-    forwarded = []
-    for tail in range(3):
-        segments = plan([(*header, tail, tail)], store)
-        forwarded.append(sum(len(s.ids) - s.start for s in segments))
-        for segment in segments:
-            store.see(segment.ids, len(segment.ids))
-            if not segment.leaf:
-                store.add(segment)
-    assert forwarded == [82, 82, 2]
-
-
 def rows_by_prefix(samples: int, prompts: int, header: int, tail: int) -> dict[int, int]:
     """Length of a shared prefix -> rows, of prompts with a header in common."""
     ids = {(*range(header), *range(10_000 * (n + 1), 10_000 * (n + 1) + tail)): samples for n in range(prompts)}
