@@ -7,8 +7,8 @@ run's tokenizer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, cast
 
 from mmrl.config import EngineConfig
@@ -97,6 +97,7 @@ class Router(Engine):
         self.engine = engine
         self.endpoints = endpoints
         self.policy_version = engine.policy_version
+        self.max_context = engine.max_context
         self._clock = BusyClock(lambda: engine.busy_s)
 
     @property
@@ -124,6 +125,12 @@ class Router(Engine):
     def leave(self) -> None:
         """See `Engine.leave`."""
         self.engine.leave()
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """See `Engine.keeping`."""
+        with self.engine.keeping():
+            yield
 
     def end_session(self, session: str) -> None:
         """See `Engine.end_session`."""

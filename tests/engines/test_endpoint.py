@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -122,15 +123,22 @@ class Own(Engine):
     """The engine beside which endpoints answer."""
 
     busy_s = 0.0
+    max_context = 512
 
     def __init__(self):
-        self.busy_s, self.versions, self.closed = 1.5, [], False
+        self.busy_s, self.versions, self.closed, self.kept = 1.5, [], False, False
 
     async def generate(self, request):
         return Completion(ids=(1,), logprobs=(-0.5,), finish="eos", policy_version=7)
 
     def set_version(self, version, state=None):
         self.versions.append((version, state))
+
+    @contextmanager
+    def keeping(self):
+        self.kept = True
+        yield
+        self.kept = False
 
     def metrics(self):
         return {"engine/x": 1.0}
@@ -150,6 +158,9 @@ def test_each_module_asks_its_own_endpoint_and_the_others_the_engine(tokenizer):
             return [await engine.generate(replace(ASK, module=module)) for module in ("a", "b", "c")]
 
         a, b, c = asyncio.run(all_of_them())
+        with engine.keeping():
+            assert own.kept and engine.max_context == 512
+        assert not own.kept
         engine.close()
     assert [tokenizer.decode(found.ids[:-1]) for found in (a, b)] == ["left", "right"]
     assert (a.policy_version, c.policy_version, c.logprobs) == (3, 7, (-0.5,))
