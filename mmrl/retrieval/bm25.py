@@ -40,7 +40,10 @@ class Bm25Settings:
 
     def tokenizer(self) -> Callable[[str], list[str]]:
         """Return the function from a text to its indexed words."""
-        stop = _stop_words(self.stopwords)
+        from bm25s import stopwords
+
+        name = "EN" if self.stopwords == "english" else self.stopwords.upper()
+        stop = frozenset() if self.stopwords == "none" else frozenset(getattr(stopwords, f"STOPWORDS_{name}"))
         if self.stemmer == "none":
             return lambda text: tokenize(text, stop)
         from Stemmer import Stemmer
@@ -133,11 +136,3 @@ def _load(folder: Path) -> BM25:
     from bm25s import BM25
 
     return BM25.load(folder, mmap=True, load_corpus=False, show_progress=False)
-
-
-def _stop_words(language: str) -> frozenset[str]:
-    from bm25s import stopwords
-
-    if language == "none":
-        return frozenset()
-    return frozenset(getattr(stopwords, "STOPWORDS_EN" if language == "english" else f"STOPWORDS_{language.upper()}"))

@@ -7,7 +7,7 @@ Vectors are encoded in shards that survive a kill, and searched through a memory
 
 from __future__ import annotations
 
-import os
+import io
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +23,7 @@ from mmrl.errors import DataError
 from mmrl.models.fetched import encoder_source
 from mmrl.retrieval.base import Document, Retriever
 from mmrl.system.bar import progress
+from mmrl.system.files import atomic_write
 
 if TYPE_CHECKING:
     import faiss
@@ -108,11 +109,6 @@ class Encoder:
             raise DataError(f"encoder '{self.model}': normalise=false has no effect: its own files normalise")
         return encoder
 
-    @property
-    def _normalise(self) -> bool:
-        normalise = self.treatment.normalise
-        return self._network.similarity_fn_name != "dot" if normalise is None else normalise
-
     def load(self) -> None:
         """Load the weights, if they are not."""
         with self._lock:
@@ -145,12 +141,13 @@ class Encoder:
         return np.stack([vectors[number] for number in range(len(texts))])
 
     def _encoded(self, encode: Callable[..., Any], texts: Sequence[str], prompt: str | None) -> np.ndarray:
+        normalise = self.treatment.normalise
         vectors = encode(
             list(texts),
             prompt=prompt,
             batch_size=self.batch_size,
             show_progress_bar=False,
-            normalize_embeddings=self._normalise,
+            normalize_embeddings=self._network.similarity_fn_name != "dot" if normalise is None else normalise,
         )
         return np.asarray(vectors, dtype=np.float32)
 
@@ -231,14 +228,10 @@ def _encode_shards(folder: Path, documents: Sequence[Document], encoder: Encoder
         for start in range(0, len(documents), SHARD):
             file = folder / f"shard-{start // SHARD:05d}.npz"
             part = [documents[number] for number in range(start, min(start + SHARD, len(documents)))]
-            # A killed build leaves no half of a shard: it is written beside its place and renamed.
             if not file.is_file():
-                work = file.with_suffix(".tmp")
-                with work.open("wb") as output:
-                    np.savez(output, vectors=encoder.passages(part, advance))
-                    output.flush()
-                    os.fsync(output.fileno())
-                os.replace(work, file)
+                content = io.BytesIO()
+                np.savez(content, vectors=encoder.passages(part, advance))
+                atomic_write(file, content.getvalue())
             else:
                 advance(len(part))
             files.append(file)

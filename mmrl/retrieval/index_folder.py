@@ -145,7 +145,11 @@ def build_index(
         if not corpus.documents:
             shutil.rmtree(work)
             raise DataError(f"index: {', '.join(sources) or 'the corpus'}: has no passages")
-        _build(work, PassageStore(work), spec, device, batch_size)
+        passages, settings = PassageStore(work), spec.settings
+        if spec.kind == "bm25":
+            bm25.write_index(work / "bm25", passages, bm25.Bm25Settings(**settings))
+        else:
+            dense.build(work, passages, _encoder(settings, device, batch_size), settings["faiss"])
         return _finish(work, folder, spec, corpus, sources, time.perf_counter() - started)
     finally:
         os.close(lock)
@@ -196,14 +200,6 @@ def _check_plan(work: Path, spec: IndexSpec, stamp: str) -> None:
             "or remove it"
         )
     atomic_write(file, plan)
-
-
-def _build(work: Path, passages: PassageStore, spec: IndexSpec, device: str, batch_size: int) -> None:
-    settings = spec.settings
-    if spec.kind == "bm25":
-        bm25.write_index(work / "bm25", passages, bm25.Bm25Settings(**settings))
-    else:
-        dense.build(work, passages, _encoder(settings, device, batch_size), settings["faiss"])
 
 
 def open_index(

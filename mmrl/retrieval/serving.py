@@ -12,18 +12,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import TYPE_CHECKING
 
 from mmrl.retrieval.base import Document, Retriever
-from mmrl.retrieval.protocols import (
-    LARGEST_REQUEST,
-    BadRequest,
-    read_request,
-    search_r1_item,
-)
+from mmrl.retrieval.protocols import LARGEST_REQUEST, BadRequest, read_request, search_r1_item
 from mmrl.system.http_server import BodyRefused, read_body, require_token
 
 if TYPE_CHECKING:
@@ -91,7 +85,7 @@ def make_app(
         token: every request must bring it (`Authorization: Bearer …`); None: anybody may ask.
     """
     from fastapi import FastAPI
-    from fastapi.responses import JSONResponse
+    from fastapi.responses import JSONResponse, Response
 
     app = FastAPI(title="mmrl retriever", docs_url=None, redoc_url=None)
     batches = Batches(retriever, max_batch)
@@ -99,35 +93,28 @@ def make_app(
         require_token(app, token, {"error": True, "message": "a token is needed: Authorization: Bearer TOKEN"})
 
     # Requests are validated in here, not by FastAPI's parameters, whose refusals have a form of their own.
-    async def retrieve(request: Request) -> object:
-        parsed = read_request(await _json(request))
-        results = await batches.search(parsed.queries, parsed.topk)
-        return {"result": [[search_r1_item(d, parsed.return_scores) for d in result] for result in results]}
+    async def retrieve(request: Request) -> Response:
+        status = 200
+        reply: dict[str, object]
+        try:
+            parsed = read_request(await _json(request))
+            results = await batches.search(parsed.queries, parsed.topk)
+            reply = {"result": [[search_r1_item(d, parsed.return_scores) for d in result] for result in results]}
+        except (BadRequest, BodyRefused) as error:
+            status, reply = error.status, {"error": True, "message": str(error)}
+        # Whatever a retriever raises must reach the client as a status, and the server must go on.
+        except Exception as error:
+            log.exception("search failed")
+            status, reply = 500, {"error": True, "message": f"{type(error).__name__}: {error}"}
+        # Not FastAPI's own JSON: half of a UTF-16 pair in a passage can be held as an escape alone.
+        return Response(json.dumps(reply), status_code=status, media_type="application/json")
 
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "ok", **facts})
 
-    app.add_route("/retrieve", partial(_respond, retrieve), methods=["POST"])
+    app.add_route("/retrieve", retrieve, methods=["POST"])
     app.add_route("/health", health)
     return app
-
-
-async def _respond(answer: Callable[[Request], Awaitable[object]], request: Request) -> Response:
-    """Return the reply to a request, or its error."""
-    from fastapi.responses import Response
-
-    status = 200
-    reply: object
-    try:
-        reply = await answer(request)
-    except (BadRequest, BodyRefused) as error:
-        status, reply = error.status, {"error": True, "message": str(error)}
-    # Whatever a retriever raises must reach the client as a status, and the server must go on.
-    except Exception as error:
-        log.exception("search failed")
-        status, reply = 500, {"error": True, "message": f"{type(error).__name__}: {error}"}
-    # Not FastAPI's own JSON: half of a UTF-16 pair in a passage can be held as an escape alone.
-    return Response(json.dumps(reply), status_code=status, media_type="application/json")
 
 
 async def _json(request: Request) -> object:

@@ -11,14 +11,14 @@ from mmrl.config.retriever import Bm25Config
 from mmrl.retrieval import index_folder
 from mmrl.retrieval.base import Document
 
-build = index_folder._build
+write = index_folder.write_passages
 
 def slow(*arguments):
     print("builds", flush=True)
     time.sleep(2)
-    build(*arguments)
+    return write(*arguments)
 
-index_folder._build = slow
+index_folder.write_passages = slow
 documents = [Document(id=str(n), title=f"title {n}", text=f"words {n}") for n in range(20)]
 print(index_folder.cached_index(documents, Bm25Config(name="bm25"), Path(sys.argv[1])).name)
 """

@@ -84,7 +84,7 @@ def test_worked_numbers(task):
     assert rollout.parts == {"final": pytest.approx(0.2), "intermediate": pytest.approx(-0.2)}
     assert (rollout.metrics["format"], rollout.metrics["retrieval"]) == (0.0, 1.0)
     assert [call.facts["action_none"] for call in calls] == [0, 0, 1, 0]
-    assert calls[3].prompt_text == task.program.correction()
+    assert calls[3].prompt_text == task.program.prompts.text("agent", "correction")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from mmrl.config.endpoint import EndpointConfig
@@ -160,11 +161,6 @@ class Verdict:
     fallback: bool
     """No reply could be read strictly: the scores are those of the fixed rule."""
 
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Counts of requests, unreadable replies and rollouts without verdict."""
-        return {"judge_asked": float(self.requests), "judge_fallback": float(self.fallback)}
-
 
 class Judge(EndpointJudge):
     """Judges agents by the rubrics of arXiv 2505.11821.
@@ -191,13 +187,16 @@ class Judge(EndpointJudge):
             JudgeFailure: the endpoint did not answer, or no reply can be read and the fixed rule is off.
         """
         count = len(turns)
-
-        def read(reply: str) -> tuple[float, ...] | None:
-            return read_turns(reply, count) if reward_set == "judge_turn" else read_outcome(reply)
-
-        messages = [{"role": "user", "content": self._prompt(reward_set, prompt, turns, answers)}]
+        read = partial(read_turns, count=count) if reward_set == "judge_turn" else read_outcome
+        values = {
+            "prompt": f"<prompt>\n{escape(prompt)}\n</prompt>",
+            "turns": "\n".join(_block(number, turn) for number, turn in enumerate(turns, 1)),
+            "ground_truth": f"<ground_truth>\n{escape(', '.join(answers))}\n</ground_truth>",
+            "words": ANSWER_WORDS,
+            "count": count,
+        }
         try:
-            scores, requests = await self.ask(messages, read)
+            scores, requests = await self.ask([{"role": "user", "content": fill(self.texts[reward_set], values)}], read)
         except UnreadableReply as failure:
             # Not a score unless the config says so: it punishes or rewards the policy for what the judge did.
             if self.settings.on_unreadable != "rule":
@@ -205,16 +204,6 @@ class Judge(EndpointJudge):
             scores = salvage_turns(failure.reply, count) if reward_set == "judge_turn" else (0.0,)
             return Verdict(scores, failure.requests, fallback=True)
         return Verdict(scores, requests, fallback=False)
-
-    def _prompt(self, name: str, prompt: str, turns: Sequence[JudgedTurn], answers: Sequence[str]) -> str:
-        values = {
-            "prompt": f"<prompt>\n{escape(prompt)}\n</prompt>",
-            "turns": "\n".join(_block(number, turn) for number, turn in enumerate(turns, 1)),
-            "ground_truth": f"<ground_truth>\n{escape(', '.join(answers))}\n</ground_truth>",
-            "words": ANSWER_WORDS,
-            "count": len(turns),
-        }
-        return fill(self.texts[name], values)
 
 
 def build_judge(config: AgentJudgedConfig, texts: Texts) -> Judge | None:
@@ -265,7 +254,13 @@ async def score_by_judge(
     turn_rewards = {call.id: value for call, value in zip(path[:-1], earlier, strict=True)} if earlier else {}
     return Score(
         reward=final,
-        metrics={**metrics, "judge": final, "judge_right": float(final >= 1), **verdict.metrics},
+        metrics={
+            **metrics,
+            "judge": final,
+            "judge_right": float(final >= 1),
+            "judge_asked": float(verdict.requests),
+            "judge_fallback": float(verdict.fallback),
+        },
         parts={"judge": final, "judge_intermediate": sum(earlier)},
         turn_rewards=turn_rewards,
     )

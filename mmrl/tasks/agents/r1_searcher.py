@@ -31,7 +31,6 @@ MODULE = "searcher"
 QUERY = ("<|begin_of_query|>", "<|end_of_query|>")
 DOCUMENTS = ("<|begin_of_documents|>", "<|end_of_documents|>")
 STOP = (QUERY[1], "</answer>")
-OPEN, CLOSE = f"\n{DOCUMENTS[0]}\n", f"\n{DOCUMENTS[1]}\n"
 CHINESE = re.compile(
     r"[\u2e80-\u2fdf\u3005\u3007\u3021-\u3029\u3038-\u303b\u3100-\u312f\u31a0-\u31bf\u31c0-\u31e3\u3220-\u3247"
     r"\u3280-\u32b0\u32c0-\u32cb\u3358-\u3370\u337b-\u337f\u33e0-\u33fe\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
@@ -59,7 +58,7 @@ TEMPLATES: Templates = {
 
 def result(text: str) -> str:
     """Return the observation that holds retrieved documents."""
-    return f"{OPEN}{text}{CLOSE}"
+    return f"\n{DOCUMENTS[0]}\n{text}\n{DOCUMENTS[1]}\n"
 
 
 class R1Searcher(TurnAgent):

@@ -71,10 +71,6 @@ class SearchAgent(TurnAgent):
 
     modules = (MODULE,)
 
-    def correction(self) -> str:
-        """Return the message that follows a turn without action."""
-        return self.prompts.text(MODULE, "correction")
-
     def documents(self, passages: Sequence[Passage]) -> str:
         """Format retrieved documents without anything that looks like a tag of the agent."""
         return disarm("".join(self.prompts.documents(MODULE, passages, self.snippet_words)), SEARCH_TAGS)
@@ -96,7 +92,7 @@ class SearchAgent(TurnAgent):
                 return "turns"
             if action == "none":
                 # Never cut: half of it would read as text of the model.
-                return Addition(self.correction(), "correction")
+                return Addition(self.prompts.text(MODULE, "correction"), "correction")
             passages = await search_passages(ctx, example, content)
             return Addition(self.documents(passages), join_titles(passages), information)
 

@@ -27,7 +27,6 @@ from mmrl.tasks.prompts import QUESTION, Prompts, Template, Templates, document_
 REASONER, CONDENSER = "reasoner", "condenser"
 QUERY = ("<|begin_search_query|>", "<|end_search_query|>")
 RESULT = ("<|begin_search_result|>", "<|end_search_result|>")
-OPEN, CLOSE = f"\n{RESULT[0]} ", f" {RESULT[1]}\n"
 BOX = "\\boxed{"
 
 TEMPLATES: Templates = {
@@ -59,7 +58,7 @@ TEMPLATES: Templates = {
 
 def result(text: str) -> str:
     """Return the observation that holds a search result."""
-    return f"{OPEN}{text}{CLOSE}"
+    return f"\n{RESULT[0]} {text} {RESULT[1]}\n"
 
 
 def extract_boxed(text: str) -> str | None:

@@ -20,7 +20,7 @@ from mmrl.tasks.agents.tags import disarm, first_pair, fit_observation, has_word
 from mmrl.tasks.base import Context, Message, ModuleScore, Passage, Score
 from mmrl.tasks.mini.examples import mini_single
 from mmrl.tasks.open_qa import OpenQaTask
-from mmrl.tasks.prompts import QUESTION, Prompts, Shot, Template, Templates, document_template
+from mmrl.tasks.prompts import QUESTION, Prompts, Shot, Template, Templates, document_template, messages
 
 MODULE = "agent"
 STOP = ("</tool>", "</answer>")
@@ -57,7 +57,7 @@ TEMPLATES: Templates = {
 
 def result(text: str) -> Sequence[Message]:
     """Return the user message that holds a tool's output."""
-    return [{"role": "user", "content": f"<result>{text}</result>"}]
+    return messages("", f"<result>{text}</result>")
 
 
 def read_command(text: str) -> tuple[str | None, str]:
@@ -115,10 +115,6 @@ class ToolAgent:
         """Return the first prompt."""
         return self.prompts.messages(MODULE, question=question)
 
-    def correction(self) -> list[dict[str, str]]:
-        """Return the user message after a message without action."""
-        return [{"role": "user", "content": self.prompts.text(MODULE, "correction")}]
-
     def articles(self, passages: Sequence[Passage]) -> str:
         """Search, and return the result without anything that looks like a tag of the agent."""
         return disarm("\n".join(self.prompts.documents(MODULE, passages)), TAGS) or "No article was found."
@@ -149,7 +145,7 @@ class ToolAgent:
             # One token must be left for the next message.
             room = min(config.max_observation, end - len(reply.context) - 1)
             if action == "none":
-                observation: Sequence[Message] = self.correction()
+                observation: Sequence[Message] = messages("", self.prompts.text(MODULE, "correction"))
                 fits = ctx.measure(observation, after=reply) <= room
             else:
                 query, output = read_command(content)

@@ -172,12 +172,12 @@ def _record(key: str, row: Row, layout: type[Questions], number: str) -> Record:
     """Convert a row to a record; `number` is its id where it has none."""
     bare = not (isinstance(row.values, Mapping) and any(field in row.values for field in EVIDENCE))
     fields = read_as(Questions if bare else layout, key, row)
-    name = record_id(row.values, "_id", "id")
+    name = record_id(row.values, "_id", "id", otherwise="")
     # several sets in one, each with ids of its own (Search-R1's)
-    if name is not None and row.values.get("data_source"):
+    if name and row.values.get("data_source"):
         name = f"{row.values['data_source']}-{name}"
     return Record(
-        id=number if name is None else str(name),
+        id=name or number,
         question=fields.question,
         answers=tuple(dict.fromkeys([*fields.answers, *(getattr(fields, "answer_aliases", None) or ())])),
         titles=tuple(dict.fromkeys(fields.titles())),
@@ -238,8 +238,7 @@ def passage(source: Source, row: Row, number: int) -> Document:
         if isinstance(sentences, list) and all(isinstance(sentence, str) for sentence in sentences):
             values = {**values, "text": "".join(sentences)}
     fields = read_as(Passage, source.key, Row(row.where, values))
-    name = record_id(values, "id")
-    return Document(id=str(number if name is None else name), title=fields.title, text=fields.text)
+    return Document(id=record_id(values, "id", otherwise=number), title=fields.title, text=fields.text)
 
 
 def subset_of(examples: Sequence[Example], split: str, seed: int, items: int | None) -> list[Example]:

@@ -82,9 +82,9 @@ def read_as(schema: type[M], key: str, row: Row) -> M:
         raise DataError(f"{key}: {row.where}: {reasons(error)}{fields}") from None
 
 
-def record_id(values: Fields, *names: str) -> Any:
-    """Return the first of the fields `names` that holds an id, else None. 0 is one; null and an empty text are none."""
-    return next((values[name] for name in names if values.get(name) not in (None, "")), None)
+def record_id(values: Fields, *names: str, otherwise: object) -> str:
+    """Return the first of the fields `names` that holds an id, or `otherwise`. 0 is one; null and no text are none."""
+    return str(next((values[name] for name in names if values.get(name) not in (None, "")), otherwise))
 
 
 class _Named(Protocol):

@@ -6,7 +6,7 @@ either, or the mini world's support queries. Of files, the paper's sample is use
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, TypedDict
 
 from pydantic import AliasChoices, BaseModel, Field
@@ -56,9 +56,9 @@ class Banking77Task(DspyTask):
         # Without a label file the first source's labels are the classes (all of the mini world's); a label that only
         # another one has would be unreachable.
         first = next(iter(self.sources), None)
-        self.labels: tuple[str, ...] = self._given_labels() or _labels(
-            example for split in SPLITS if first in (None, split) for example in examples[split]
-        )
+        splits = SPLITS if first is None else (first,)
+        found = sorted({example.metadata["label"] for split in splits for example in examples[split]})
+        self.labels: tuple[str, ...] = self._given_labels() or tuple(found)
         self._check_labels(examples, f"task.data.{first}" if self.config.labels is None else "task.labels")
         return {split: self._sample(split, examples[split]) for split in SPLITS}
 
@@ -73,8 +73,7 @@ class Banking77Task(DspyTask):
         for number, row in enumerate(self.rows(split)):
             query = read_as(Query, key, row)
             # The official CSV has no ids; the place in the file is stable, since the whole file is read.
-            row_id = record_id(row.values, "id")
-            name = f"{split}-{number}" if row_id is None else str(row_id)
+            name = record_id(row.values, "id", otherwise=f"{split}-{number}")
             examples.append((row, Example(id=name, inputs={"text": query.text}, metadata={"label": query.label})))
         return check_unique(key, examples)
 
@@ -119,7 +118,3 @@ class Banking77Task(DspyTask):
         facts = {**super().describe(), "labels": len(self.labels)}
         drawn = self.config.sample == "paper" and not SAMPLE.keys().isdisjoint(self.sources)
         return facts | ({"sample": f"the paper's, drawn with seed {SAMPLE_SEED}"} if drawn else {})
-
-
-def _labels(examples: Iterable[Example]) -> tuple[str, ...]:
-    return tuple(sorted({example.metadata["label"] for example in examples}))

@@ -11,7 +11,6 @@ import inspect
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 from mmrl.config.tasks import DspyProgramConfig, TaskConfig
@@ -141,9 +140,8 @@ class RecordTask(DspyTask):
             fields = row.values if isinstance(row.values, Mapping) else {}
             if missing := [field for field in inputs if field not in fields]:
                 raise DataError(f"{key}: {row.where}: {', '.join(missing)} is missing (fields: {', '.join(fields)})")
-            name = record_id(row.values, "id")
             example = Example(
-                id=f"{split}-{number}" if name is None else str(name),
+                id=record_id(row.values, "id", otherwise=f"{split}-{number}"),
                 inputs={field: row.values[field] for field in inputs},
                 metadata=self.metadata(row.values),
             )
@@ -219,22 +217,17 @@ class ImportedTask(RecordTask):
         Raises:
             RewardFailure: there is no `score`, or a number is not finite.
         """
-        return scored(await call_scorer(self.parts_given.reward, *self._arguments(example, prediction)), "task.metric")
-
-    def _arguments(self, example: Example, prediction: object) -> tuple[object, ...]:
-        """Record and prediction: with a DSPy program as DSPy's own objects, so that its metrics fit."""
-        record = dict(example.metadata)
+        metric, record = self.parts_given.reward, dict(example.metadata)
         if not self.of_dspy:
-            return record, prediction
+            return scored(await call_scorer(metric, record, prediction), "task.metric")
+        # DSPy's own objects, so that metrics written for it fit.
         import dspy
 
-        converted = dspy.Prediction(**prediction) if isinstance(prediction, dict) else prediction
-        return dspy.Example(**record).with_inputs(*self.config.inputs), converted, *self._extra_arguments
-
-    @cached_property
-    def _extra_arguments(self) -> tuple[None, ...]:
-        """For `trace` and what else optimizers of DSPy pass to metrics, where a metric has no defaults for them."""
-        return (None,) * required_arguments(self.parts_given.reward, 2)
+        known = dspy.Example(**record).with_inputs(*self.config.inputs)
+        predicted = dspy.Prediction(**prediction) if isinstance(prediction, dict) else prediction
+        # For `trace` and what else optimizers of DSPy pass to metrics, where a metric has no defaults for them.
+        extra = (None,) * required_arguments(metric, 2)
+        return scored(await call_scorer(metric, known, predicted, *extra), "task.metric")
 
     def describe(self) -> Mapping[str, object]:
         """See `mmrl.tasks.base.Task.describe`."""
