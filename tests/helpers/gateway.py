@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import trl
 
 from mmrl.config import DataConfig, ModelConfig
@@ -40,7 +41,7 @@ def tokenizer(template: str | None = None) -> Any:
 class Scripted(Engine):
     """Answers by a function of the request's text, after `delay` seconds."""
 
-    answer: Callable[[str], str]
+    answer: Callable[[str], str] = str
     tokenizer: Any = field(default_factory=tokenizer)
     delay: float = 0.0
     requests: list[Request] = field(default_factory=list)
@@ -82,6 +83,13 @@ def named(value: Any) -> str:
 
 def right(record: Any, result: Any) -> float:
     return float(result == record["gold"])
+
+
+async def post(base_url: str, api_key: str, model: str = "m", text: str = "Where?", **body: Any) -> httpx.Response:
+    """One request of an agent, as a plain client sends it."""
+    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {api_key}"}, timeout=60) as client:
+        body = {"model": model, "messages": [{"role": "user", "content": text}]} | body
+        return await client.post(f"{base_url}/chat/completions", json=body)
 
 
 def agent_task(agent: Any = None, **options: Any) -> Any:

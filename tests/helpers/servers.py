@@ -144,10 +144,9 @@ def listening(app: Any) -> Iterator[str]:
         bound.close()
 
 
-def good_app(documents: list[Document] | None = None) -> Any:
+def good_app() -> Any:
     """mmrl's own server over BM25."""
-    kept = DOCUMENTS if documents is None else documents
-    return make_app(Bm25Retriever(kept), {"documents": len(kept)})
+    return make_app(Bm25Retriever(DOCUMENTS), {"documents": len(DOCUMENTS)})
 
 
 class Faulty:

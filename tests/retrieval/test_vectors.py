@@ -38,14 +38,18 @@ def dense_spec(model, encoder="contriever", faiss="flat"):
     return spec_of(DenseConfig(name="dense", model=model, encoder=encoder, faiss=faiss))
 
 
+def built(folder, spec, **options):
+    """The retriever of an index that is built there."""
+    return open_index(folder, build_index(folder, spec, lambda: DOCUMENTS, **options), PassageStore(folder))
+
+
 @pytest.mark.parametrize("encoder", ["contriever", "e5"])
 def test_dense_search_equals_brute_force_before_and_after_loading(model, encoder, tmp_path):
     query, passage = ("query: ", "passage: ") if encoder == "e5" else ("", "")
     corpus = by_hand(model, [f"{passage}{d.title} {d.text}" for d in DOCUMENTS], encoder == "e5")
     scores = by_hand(model, [query + q for q in QUERIES], encoder == "e5") @ corpus.T
     folder = tmp_path / "index"
-    info = build_index(folder, dense_spec(model, encoder), lambda: DOCUMENTS, batch_size=7)
-    retriever = open_index(folder, info, PassageStore(folder))
+    retriever = built(folder, dense_spec(model, encoder), batch_size=7)
     assert isinstance(retriever, DenseRetriever)
     found = retriever.search(QUERIES, [5, len(DOCUMENTS) + 9, 0])
     assert [len(result) for result in found] == [5, len(DOCUMENTS), 0]
@@ -65,10 +69,8 @@ def test_a_text_longer_than_the_model_reads_is_cut(model):
 
 
 def test_a_graph_index_finds_nearly_what_the_exact_one_finds(model, tmp_path):
-    flat, graph = tmp_path / "flat", tmp_path / "hnsw"
-    one = open_index(flat, build_index(flat, dense_spec(model), lambda: DOCUMENTS), PassageStore(flat))
-    spec = dense_spec(model, faiss="hnsw")
-    two = open_index(graph, build_index(graph, spec, lambda: DOCUMENTS), PassageStore(graph))
+    one = built(tmp_path / "flat", dense_spec(model))
+    two = built(tmp_path / "hnsw", dense_spec(model, faiss="hnsw"))
     for exact, near in zip(one.search(QUERIES, [10] * 3), two.search(QUERIES, [10] * 3), strict=True):
         # by score: passages of equal scores may stand for each other
         assert np.isclose([d.score for d in near], [d.score for d in exact], atol=1e-5).sum() >= 9

@@ -22,7 +22,7 @@ from tests.tasks import test_r1_searcher as r1
 from tests.tasks import test_search_agent as search
 from tests.tasks import test_search_o1 as o1
 from tests.tasks import test_tool_agent as tool
-from tests.tasks.test_search_agent import approx, turn_rewards
+from tests.tasks.test_search_agent import turn_rewards
 
 TAGLIKE = ["<answer x>", "Tagus", "river", "<|im_end|>", "{0}", "%s", "\n", " ", "<", ">"]
 MARKED = [*search_o1.QUERY, *search_o1.RESULT, "<|", "|>", "<", ">", "|", "<|im_end|>", "Tagus", "{0}", " ", "\n"]
@@ -57,7 +57,7 @@ def last_alone(calls: list[Any]) -> bool:
 
 def one_turn(calls: list[Any]) -> bool:
     found = [call.turn_reward for call in calls if call.turn_reward is not None]
-    return len(found) <= 1 and all(value in approx([0.0, 0.2, 0.5, 0.7]) for value in found)
+    return any(found == pytest.approx(expected) for expected in ([], [0.0], [0.2], [0.5], [0.7]))
 
 
 AGENTS = {
@@ -158,9 +158,9 @@ def test_retrieved_text_can_neither_end_nor_forge_anything(tasks, name, data):
         results.append((rollout.reward, prediction, rollout.metrics.get("format")))
         hit = "tagus" in shown.lower()
         if name == "search_agent":
-            assert turn_rewards(calls) == approx([0.3 * hit + 0.1 - 0.1, None])
+            assert turn_rewards(calls) == pytest.approx([0.3 * hit + 0.1 - 0.1, None])
         if name == "tool_agent":
-            assert turn_rewards(calls) == approx([0.2 + 0.5 * hit, None])
+            assert turn_rewards(calls) == pytest.approx([0.2 + 0.5 * hit, None])
         if name == "search_o1":  # nor may a document forge anything before the condenser
             found = calls[1].prompt_text.partition("\nQuery: Lisbon\n")[2]
             assert not any(marker in found for marker in (*search_o1.RESULT, *search_o1.QUERY))

@@ -237,16 +237,11 @@ def test_dpr_topics(tmp_path):
 @pytest.mark.parametrize(
     ("layout", "name", "rows"),
     [
-        ("nq", "nq_open/NQ-open.dev.jsonl", 3610),
         ("nq", "nq_open/topics.dpr.nq.dev.txt", 8757),
         ("triviaqa", "triviaqa/topics.dpr.trivia.dev.txt", 8837),
         ("popqa", "popqa/test.jsonl", 14267),
-        ("popqa", "popqa/popqa.json", 1000),
         ("hotpotqa", "hotpotqa/hotpot_train_sample.json", 800),
-        ("hotpotqa", "hotpotqa/hotpot_dev_distractor_sample.json", 565),
         ("hotpotqa", "hotpotqa/hotpot_dev_fullwiki_sample.json", 916),
-        ("2wiki", "2wikimultihopqa/dev_sample.json", 657),
-        ("musique", "musique/dev_sample.jsonl", 200),
         ("hotpotqa", "hotpotqa/hotpot_dev_v1_simplified.json", 7105),
         ("2wiki", "2wikimultihopqa/dev_qa.jsonl", 12576),
         ("musique", "musique/dev_qa.jsonl", 2417),

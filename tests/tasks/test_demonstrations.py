@@ -1,5 +1,6 @@
 """Demonstrations of the mini world: whoever says them is asked the prompts that they hold, and earns everything."""
 
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -18,6 +19,27 @@ TURNS = {"max_observation": 2000, "max_completion": 4000, "max_tokens": 400}
 FOUND = {"gold_retrieved": 1.0}
 # What nothing demonstrates: the notes of hover's third hop, where nothing new is found.
 OTHER = filled(reasoning="so", new_key_facts="nothing new", **{f"search_query{n}": "None" for n in (1, 2, 3)})
+
+
+@pytest.mark.parametrize(
+    ("name", "modules", "sizes", "kinds"),
+    [
+        ("hotpotqa", ("rewriter", "reranker", "answerer"), [2400, 400, 400], {"bridge": 300, "comparison": 100}),
+        ("2wiki", ("rewriter", "reranker", "answerer"), [1200, 200, 200], {"bridge": 100, "comparison": 100}),
+        ("musique", ("rewriter", "reranker", "answerer"), [1800, 300, 300], {"bridge": 300}),
+        ("search_agent", ("agent",), [2400, 360, 360], {"single": 240, "bridge": 120}),
+        ("tool_agent", ("agent",), [1600, 240, 240], {"single": 240}),
+        ("banking77", ("classify.predict",), [1200, 400, 400], {None: 400}),
+        ("papillon", ("craft_redacted_request.predict", "respond_to_query"), [800, 300, 300], {None: 300}),
+        ("hover", ("generate_query.predict", "append_notes.predict"), [800, 300, 300], {None: 300}),
+    ],
+)
+def test_the_default_is_the_mini_world(name, modules, sizes, kinds):
+    task = with_program(TASKS[name](default_config(name), 0))
+    assert (task.program.modules, task.describe()["data"]) == (modules, "mini world")
+    assert "partial corpus" not in task.describe()
+    assert [len(task.examples(split)) for split in ("train", "dev", "test")] == sizes
+    assert Counter(example.metadata.get("type") for example in task.examples("dev")) == kinds
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import pytest
 
 from mmrl.errors import ConfigError
 from mmrl.tasks import TASKS
-from mmrl.tasks.data.layouts import load_corpus
 from mmrl.tasks.data.rows import Source
 from tests.helpers.programs import default_config, saved
 from tests.tasks.test_data import DEEP, record
@@ -19,11 +18,6 @@ def test_the_same_of_other_files(tmp_path, option):
         given |= {"data": {"dev": saved(tmp_path / "data.json", [{"text": "hi", "label": "a"}])}, "sample": "all"}
     with pytest.raises(ConfigError, match=rf"task\.{option}: .*deep\.json is not JSON"):
         TASKS["banking77"](default_config("banking77", **given), 0)
-
-
-def test_passages_whose_id_is_null_are_numbered(tmp_path):
-    rows = [{"id": None, "title": title, "text": "x"} for title in "ab"]
-    assert [document.id for document in load_corpus("task.corpus", saved(tmp_path / "data.json", rows))] == ["0", "1"]
 
 
 def test_a_file_of_which_nothing_is_left_says_why(tmp_path):

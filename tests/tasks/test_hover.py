@@ -43,13 +43,6 @@ def of(tmp_path, corpus):
     return of
 
 
-def test_the_default_is_the_mini_world():
-    task = make("hover")
-    assert task.program.modules == ("generate_query.predict", "append_notes.predict")
-    assert task.describe()["data"] == "mini world" and "partial corpus" not in task.describe()
-    assert task.reward_sets == ("outcome", "strict")
-
-
 def test_mini_splits_share_no_claim_and_no_document():
     claims = {split: make_claims(split) for split in ("train", "dev", "test")}
     titles = {split: {title for c in found for title in c.metadata["titles"]} for split, found in claims.items()}
@@ -171,6 +164,7 @@ def score(task, docs, titles=("A", "B"), reward_set="outcome"):
 
 def test_recall_and_the_strict_score():
     task = make("hover")
+    assert task.reward_sets == ("outcome", "strict")
     assert score(task, ["A | x", "C | y"]).metrics == {"recall": 0.5, "all_titles": 0.0, "passages": 2.0}
     assert score(task, ["B | x", "A | y"]).metrics["all_titles"] == 1.0
     assert score(task, ["A | x"]).reward == 0.5 and score(task, ["A | x"], reward_set="strict").reward == 0.0

@@ -134,19 +134,20 @@ def test_the_judge_sees_every_turn_with_what_the_environment_added(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("replies", "reward", "asked", "fallback"),
+    ("kind", "replies", "reward", "asked", "fallback"),
     [
-        (["no idea", scores(0.1, 0.2, 0.3)], 0.3, 2, 0),
-        (["no idea", "still none", scores(0.1, 0.2, 0.3)], 0.3, 3, 0),
-        (["no idea"], 0.0, 3, 1),
-        ([scores(0.1)], 0.0, 3, 1),
-        ([scores(0.1, 0.2, 0.3, 0.4)], 0.3, 3, 1),
+        ("judge_turn", ["no idea", scores(0.1, 0.2, 0.3)], 0.3, 2, 0),
+        ("judge_turn", ["no idea", "still none", scores(0.1, 0.2, 0.3)], 0.3, 3, 0),
+        ("judge_turn", ["no idea"], 0.0, 3, 1),
+        ("judge_turn", [scores(0.1)], 0.0, 3, 1),
+        ("judge_turn", [scores(0.1, 0.2, 0.3, 0.4)], 0.3, 3, 1),
+        ("judge_outcome", ["well"], 0.0, 3, 1),
     ],
 )
 def test_unreadable_replies_are_asked_again_then_scored_by_rule_and_counted(
-    tmp_path, caplog, replies, reward, asked, fallback
+    tmp_path, caplog, kind, replies, reward, asked, fallback
 ):
-    rollout, _, server = run(tmp_path, [chat_reply(reply) for reply in replies], on_unreadable="rule")
+    rollout, _, server = run(tmp_path, [chat_reply(reply) for reply in replies], kind, on_unreadable="rule")
     assert rollout.error is None
     assert rollout.reward == reward
     assert (rollout.metrics["judge_asked"], rollout.metrics["judge_fallback"]) == (asked, fallback)
@@ -197,11 +198,6 @@ def test_a_judge_that_is_not_there_is_found_before_a_model_loads(tmp_path, capsy
     assert not (tmp_path / "run").exists()
 
 
-def test_an_unreadable_outcome_is_zero_and_counted(tmp_path):
-    rollout, _, _ = run(tmp_path, [chat_reply("well")], "judge_outcome", retries=0, on_unreadable="rule")
-    assert (rollout.reward, rollout.metrics["judge_fallback"], rollout.metrics["judge_asked"]) == (0.0, 1, 1)
-
-
 @pytest.mark.parametrize(
     ("reply", "tries", "said"),
     [
@@ -213,15 +209,9 @@ def test_an_unreadable_outcome_is_zero_and_counted(tmp_path):
 def test_an_endpoint_that_fails_is_never_credited(tmp_path, reply, tries, said):
     rollout, calls, server = run(tmp_path, [reply], timeout_s=0.2)
     assert (rollout.reward, rollout.error) == (None, "judge")
-    assert said in rollout.error_message
+    assert rollout.error_message.startswith("task.judge: ") and said in rollout.error_message
     assert len(server.seen) == tries
     assert all(call.turn_reward is None for call in calls)
-
-
-def test_an_endpoint_that_is_not_there_is_never_credited(tmp_path):
-    rollout, _, _ = play(judge_task(tmp_path, "http://127.0.0.1:9/v1", "judge_outcome"), [ANSWER], "judge_outcome")
-    assert (rollout.reward, rollout.error) == (None, "judge")
-    assert rollout.error_message.startswith("task.judge: ")
 
 
 FORGED = (
@@ -236,18 +226,14 @@ def test_the_policy_can_forge_neither_blocks_nor_scores(tmp_path):
     shown = server.seen[0].body["messages"][0]["content"]
     _, _, rest = shown.partition("<generated>\n")
     forged, _, rest = rest.partition("\n</generated>")
-    assert "<" not in forged
-    assert ">" not in forged
-    assert forged.replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&") == calls[0].text
-    assert rest.count("<ground_truth>") == 1
-    assert "Paris" not in rest
+    assert forged == escape(calls[0].text)
+    assert rest.count("<ground_truth>") == 1 and "Paris" not in rest
 
 
 @given(st.text(alphabet="<>/&score;ltgamp", max_size=40))
 def test_escaped_text_has_no_bracket_and_loses_nothing(text):
     escaped = escape(text)
-    assert "<" not in escaped
-    assert ">" not in escaped
+    assert "<" not in escaped and ">" not in escaped
     assert escaped.replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&") == text
 
 

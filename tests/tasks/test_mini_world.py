@@ -74,8 +74,9 @@ def test_facts_stay_inside_their_part():
 
 def test_answers_can_be_read_in_the_gold_documents():
     texts = {document.title: f"{document.title} {document.text}" for document in make_world().documents}
+    assert {question["metadata"]["form"] for question in make_singles("train")} == set(SINGLES)
     for split in SPLITS:
-        for question in make_questions(split):
+        for question in (*make_questions(split), *make_singles(split)):
             text, metadata = question["inputs"]["question"], question["metadata"]
             for hop in metadata["hops"]:
                 assert hop["answer"] in texts[hop["title"]], question
@@ -84,8 +85,13 @@ def test_answers_can_be_read_in_the_gold_documents():
                 assert bridge["title"] == subject["answer"]
                 assert metadata["answers"] == [bridge["answer"]]
                 assert subject["title"] in texts[bridge["title"]]
-                assert subject["title"] in text
-                assert bridge["title"] not in text
+                assert subject["title"] in text and bridge["title"] not in text
+                # The second search names what the first one found.
+                assert bridge["title"] in question["second_query"] and subject["title"] not in question["second_query"]
+            if metadata["type"] == "single":
+                (hop,) = metadata["hops"]
+                assert hop["title"] in text and hop["title"] in hop["query"]
+                assert [hop["answer"]] == metadata["answers"]
 
 
 def test_comparisons_agree_with_the_facts():
@@ -125,27 +131,6 @@ def test_whatever_the_seed_the_world_is_whole_and_no_question_is_shared_or_repea
     assert len({question["id"] for question in questions}) == len(questions)
     assert len({question["inputs"]["question"] for question in questions}) == len(questions)
     assert make("dev", seed) != make("dev", seed + 1)
-
-
-def test_single_answers_can_be_read_in_the_gold_document():
-    texts = {document.title: f"{document.title} {document.text}" for document in make_world().documents}
-    assert {question["metadata"]["form"] for question in make_singles("train")} == set(SINGLES)
-    for split in SPLITS:
-        for question in make_singles(split):
-            (hop,) = question["metadata"]["hops"]
-            assert hop["title"] in question["inputs"]["question"]
-            assert hop["title"] in hop["query"]
-            assert [hop["answer"]] == question["metadata"]["answers"]
-            assert hop["answer"] in texts[hop["title"]]
-
-
-def test_the_second_search_names_what_the_first_one_found():
-    for split in SPLITS:
-        for question in make_bridges(split):
-            first, second = question["metadata"]["hops"]
-            assert second["title"] == first["answer"]
-            assert second["title"] in question["second_query"]
-            assert first["title"] not in question["second_query"]
 
 
 def test_examples_mix_single_questions_and_bridges():

@@ -1,6 +1,5 @@
 import subprocess
 import sys
-from collections import Counter
 
 import pytest
 
@@ -21,18 +20,6 @@ def make(seed=0, **options):
 
 def called(module, text, **facts):
     return Call(id="c", example="e", parent=None, module=module, completion_tokens=1, text=text, facts=facts)
-
-
-def test_the_default_is_the_mini_world():
-    task = make()
-    assert task.program.modules == ("rewriter", "reranker", "answerer")
-    assert task.reward_sets == ("outcome",)
-    assert task.describe()["data"] == "mini world"
-    assert "partial corpus" not in task.describe()
-    for split, least in (("train", 2000), ("dev", 300), ("test", 300)):
-        examples = task.examples(split)
-        assert len(examples) >= least
-        assert all(set(example.inputs) == {"question", "corpus"} for example in examples)
 
 
 def selected(documents, penalty):
@@ -185,12 +172,9 @@ def test_the_default_needs_neither_torch_nor_what_other_data_needs():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "kinds"), [("2wiki", {"bridge": 100, "comparison": 100}), ("musique", {"bridge": 300})]
-)
-def test_out_of_domain_columns_have_questions_of_their_own_kind(name, kinds):
+@pytest.mark.parametrize("name", ["2wiki", "musique"])
+def test_out_of_domain_columns_have_questions_of_their_own(name):
     task = TASKS[name](MultihopQaConfig(name=name), 0)
     assert task.dataset == name
-    assert Counter(example.metadata["type"] for example in task.examples("dev")) == kinds
     trained = {example.inputs["question"] for example in make().examples("train")}
     assert not trained & {example.inputs["question"] for example in task.examples("dev")}

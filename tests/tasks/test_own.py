@@ -46,11 +46,6 @@ def test_the_program_sees_the_inputs_and_the_reward_sees_the_rest(tmp_path):
     assert (rollout.reward, rollout.prediction, rollout.error) == (0.0, "hey!", None)
 
 
-def test_an_id_of_zero_is_an_id_and_an_empty_one_is_none(tmp_path):
-    rows = [{"word": "a", "id": 0}, {"word": "b", "id": ""}, {"word": "c", "id": None}]
-    assert [example.id for example in make(tmp_path, rows).examples("train")] == ["0", "train-1", "train-2"]
-
-
 async def later(example, prediction):
     return 0.25
 

@@ -144,20 +144,10 @@ def test_numbers_of_numpy_and_torch_are_numbers(own):
     for value, expected in NUMBERS:
         rollout = scored(made, value)
         assert (rollout.reward, rollout.error) == (expected, None), repr(value)
-        rollout = scored(made, {"score": value, "beside": value})
-        assert (rollout.reward, rollout.metrics) == (expected, {"score": expected, "beside": expected}), repr(value)
-        rollout = scored(made, dspy.Prediction(score=value, feedback="text", beside=value))
-        assert (rollout.reward, rollout.metrics) == (expected, {"score": expected, "beside": expected}), repr(value)
-
-
-@pytest.mark.parametrize("value", [value for value, _ in NUMBERS if isinstance(value, np.generic)])
-def test_what_dspy_averages_is_what_is_read(own, value):
-    reward = scored(task(own, metric="own_program:returns"), value).reward
-    examples = [dspy.Example(question="q", gold="g").with_inputs("question")]
-    evaluate = dspy.Evaluate(devset=examples, metric=lambda *_: value, num_threads=1)
-    with dspy.context(lm=dspy.utils.DummyLM([{"answer": "x"}])):
-        result = evaluate(sys.modules["own_program"].Answerer())
-    assert result.score == 100 * reward
+        both = {"score": value, "beside": value}
+        for given in (both, dspy.Prediction(**both, feedback="text")):
+            rollout = scored(made, given)
+            assert (rollout.reward, rollout.metrics) == (expected, {"score": expected, "beside": expected}), repr(value)
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,16 @@ from mmrl.tasks.prompts import ModulePrompt, PromptedTask, Prompts, Shot, Templa
 from mmrl.tasks.search_program import TEMPLATES, SearchProgram
 from tests.helpers.programs import EXAMPLE, Script, default_config, environment, forest_of, make, play, saved
 
+# The digests were recorded before prompts could have demonstrations: a run without any sends what it always sent.
 PROMPTED = {
-    "hotpotqa": ("rewriter", "reranker", "answerer"),
-    "search_agent": ("agent",),
-    "tool_agent": ("agent",),
-    "qa_direct": ("solver",),
-    "search_o1": ("reasoner", "condenser"),
-    "r1_searcher": ("searcher",),
+    "hotpotqa": (("rewriter", "reranker", "answerer"), "bd9a4ba4deb92b38"),
+    "search_agent": (("agent",), "c608008356312283"),
+    "tool_agent": (("agent",), "3b439c417a654a26"),
+    "qa_direct": (("solver",), "636cde4f17bc2739"),
+    "search_o1": (("reasoner", "condenser"), "b3feae9dba13cf68"),
+    "r1_searcher": (("searcher",), "477c487126bc5e5c"),
 }
+"""Task -> its modules, and the digest of what its demonstrations send."""
 
 
 def message(role, content):
@@ -152,7 +154,7 @@ def test_every_task_has_a_prompt_set_and_programs_do_not_share_it(name, tmp_path
     task = TASKS[name](default_config(name), 0)
     assert isinstance(task, PromptedTask)
     start = task.all_prompts.by_module()
-    assert tuple(start) == PROMPTED[name]
+    assert tuple(start) == PROMPTED[name][0]
     assert not any(prompt.shots for prompt in start.values())
     changed = {module: ModulePrompt(f"Do {{this}} as {module}", (Shot("u", "a"),)) for module in start}
     program = task.make_program(task.all_prompts.replaced(changed))
@@ -260,17 +262,6 @@ def test_the_last_user_message_of_a_recorded_prompt():
     assert last_user("[user] a\n[assistant] b") is None
 
 
-# The digests were recorded before prompts could have demonstrations: a run without any sends what it always sent.
-RECORDED = {
-    "hotpotqa": "bd9a4ba4deb92b38",
-    "search_agent": "c608008356312283",
-    "tool_agent": "3b439c417a654a26",
-    "qa_direct": "636cde4f17bc2739",
-    "search_o1": "b3feae9dba13cf68",
-    "r1_searcher": "477c487126bc5e5c",
-}
-
-
 @pytest.mark.parametrize("name", PROMPTED)
 def test_prompts_without_demonstrations_are_byte_for_byte_the_same(name):
     task = TASKS[name](default_config(name), 0)
@@ -279,4 +270,4 @@ def test_prompts_without_demonstrations_are_byte_for_byte_the_same(name):
         for example in task.examples("train")[:20]
         for d in demonstrations(task, example)
     ]
-    assert hashlib.sha256(json.dumps(sent).encode()).hexdigest()[:16] == RECORDED[name]
+    assert hashlib.sha256(json.dumps(sent).encode()).hexdigest()[:16] == PROMPTED[name][1]

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mmrl.config import DataConfig
@@ -37,10 +37,6 @@ def turn_rewards(calls):
     return [call.turn_reward for call in calls]
 
 
-def approx(values):
-    return [None if value is None else pytest.approx(value) for value in values]
-
-
 def test_a_search_is_answered_inside_the_same_turn(task):
     rollout, calls, engine = play(task, [ASK, RIGHT])
     assert rollout.error is None
@@ -63,7 +59,7 @@ def test_a_search_is_answered_inside_the_same_turn(task):
     assert (first.invocation, second.invocation) == (0, 1)
     assert engine.requests[0].sampling.stop == ("</search>", "</answer>")
     assert rollout.reward == 1.0
-    assert turn_rewards(calls) == approx([0.3 + 0.1 - 0.1, None])
+    assert turn_rewards(calls) == pytest.approx([0.3 + 0.1 - 0.1, None])
     assert rollout.metrics == {
         "em": 1.0,
         "f1": 1.0,
@@ -79,7 +75,7 @@ def test_a_search_is_answered_inside_the_same_turn(task):
 
 def test_worked_numbers(task):
     rollout, calls, _ = play(task, [ASK, "<think>a</think><search>zzz</search>", "<think>a</think>", WRONG])
-    assert turn_rewards(calls) == approx([0.3, -0.1, -0.4, None])
+    assert turn_rewards(calls) == pytest.approx([0.3, -0.1, -0.4, None])
     assert rollout.reward == pytest.approx(0.2)
     assert rollout.parts == {"final": pytest.approx(0.2), "intermediate": pytest.approx(-0.2)}
     assert (rollout.metrics["format"], rollout.metrics["retrieval"]) == (0.0, 1.0)
@@ -138,27 +134,15 @@ def test_format_of_an_earlier_turn(text, strict, loose):
     assert not intermediate_well_formed(SearchTurn(text, None), "loose")
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("<search>a</search><answer>b</answer>", ("search", "a")),
-        ("<answer>b</answer><search>a</search>", ("answer", "b")),
-        ("<search>a <answer>b</answer>", ("answer", "b")),
-        ("<answer> <search> a\nb </search>", ("search", "a\nb")),
-        ("</search><search></search>", ("search", "")),
-        ("<search>a<search>b</search>", ("search", "a<search>b")),
-        ("<search>a</answer>", None),
-        ("<Search>a</Search>", None),
-        ("<search><search>q</search>", ("search", "<search>q")),
-        ("<search>a</search><search>b</search>", ("search", "a")),
-        ("<answer>a<search>q</search></answer>", ("answer", "a<search>q</search>")),
-        ("<search>", None),
-        ("", None),
-    ],
-)
-def test_the_first_pair_acts_and_is_that_of_the_plain_expression(text, expected):
+PAIRS = ("<search>", "</search>", "<answer>", "</answer>", "<Search>", "</Search>", "a", "b", " ", "\n")
+
+
+@given(st.lists(st.sampled_from(PAIRS), max_size=9).map("".join))
+@example("<search>a <answer>b</answer>")
+@example("<search>a<search>b</search>")
+def test_the_first_pair_acts_and_is_that_of_the_plain_expression(text):
     match = re.search(r"<(search|answer)>(.*?)</\1>", text, re.DOTALL)
-    assert first_pair(text, ("search", "answer")) == expected == (match and (match[1], match[2].strip()))
+    assert first_pair(text, ("search", "answer")) == (match and (match[1], match[2].strip()))
 
 
 def test_limits(task, tmp_path):
@@ -168,7 +152,7 @@ def test_limits(task, tmp_path):
     assert (len(calls), len(rollout.prediction["queries"])) == (5, 4)  # four that search, a last that may not
     assert calls[-1].observation_tokens == 0
     assert (rollout.reward, rollout.prediction["answer"]) == (-1.0, None)
-    assert turn_rewards(calls) == approx([0.0, -0.1, -0.2, -0.3, None])
+    assert turn_rewards(calls) == pytest.approx([0.0, -0.1, -0.2, -0.3, None])
     assert rollout.metrics["searches"] == 5
     for count, expected in ((False, 3), (True, 2)):
         own = make("search_agent", tmp_path, max_turns=2, count_final_call=count, **ROOMY)
@@ -201,7 +185,7 @@ def test_observations_are_cut_inside_the_block_and_hits_are_looked_for_in_what_w
         assert calls[0].observation_tokens <= limit
         assert calls[1].prompt_text.startswith("\n\n<information>Doc 1(Title: Lisbon)")
         assert calls[1].prompt_text.endswith("</information>\n\n")
-        assert turn_rewards(calls) == approx([hit + 0.1 - 0.1, None])
+        assert turn_rewards(calls) == pytest.approx([hit + 0.1 - 0.1, None])
 
 
 @pytest.mark.parametrize(
@@ -231,7 +215,7 @@ def test_reward_options(tmp_path):
     q = make("search_agent", tmp_path, final_penalty=0.0, em_needs_format=False, **ROOMY)
     assert [play(q, texts)[0].reward for texts in (unformed, [WRONG], ["<answer>x</answer>"])] == [1.0, 0.2, 0.0]
     free = make("search_agent", tmp_path, search_penalty=0.0, **ROOMY)
-    assert turn_rewards(play(free, [ASK, ASK, RIGHT])[1]) == approx([0.4, 0.4, None])
+    assert turn_rewards(play(free, [ASK, ASK, RIGHT])[1]) == pytest.approx([0.4, 0.4, None])
     loose = make("search_agent", tmp_path, format_check="loose", **ROOMY)
     assert play(loose, ["<think>b<answer>Tagus</answer>"])[0].reward == 1.0
 
@@ -280,18 +264,6 @@ def test_ranges(earlier, formed, em, penalty):
     assert merged_reward(em, True, found) in (1.0, 0.8, 0.3, 0.2, 0.1)
 
 
-def test_the_mini_world_has_one_and_two_hop_questions():
-    task = TASKS["search_agent"](default_config("search_agent"), 0)
-    assert task.describe()["data"] == "mini world"
-    for split, least in (("train", 2000), ("dev", 300), ("test", 300)):
-        kinds = [example.metadata["type"] for example in task.examples(split)]
-        assert len(kinds) >= least
-        assert kinds.count("bridge") * 2 == kinds.count("single")
-        shown = [len(demonstrations(task, example)) for example in task.examples(split)[:120]]
-        assert shown.count(0) <= 6
-        assert set(shown) == {0, 2, 3} or set(shown) == {2, 3}
-
-
 def test_questions_of_files_end_in_a_question_mark_and_need_a_corpus_without_paragraphs(tmp_path):
     """Search-R1's `nq_search.py` and `qa_search_test_merge.py` add it where a question has none."""
     rows = [{"question": "on which river is lisbon ", "answer": ["Tagus"]}, {"question": "why?", "answer": ["b"]}]
@@ -300,8 +272,8 @@ def test_questions_of_files_end_in_a_question_mark_and_need_a_corpus_without_par
     with pytest.raises(ConfigError, match=r"task\.corpus: got null, and the questions of task\.data\.train"):
         TASKS["search_agent"](default_config("search_agent", dataset="nq", data=data), 0)
     task = make("search_agent", tmp_path, dataset="nq", data=data, **ROOMY)
-    example, other = task.examples("dev")
-    assert (example.id, example.metadata["answers"]) == ("dev-0", ["Tagus"])
-    assert [one.inputs["question"] for one in (example, other)] == ["on which river is lisbon?", "why?"]
-    assert demonstrations(task, example) == []
-    assert play(task, [ASK, RIGHT], example=example)[0].reward == 1.0
+    first, other = task.examples("dev")
+    assert (first.id, first.metadata["answers"]) == ("dev-0", ["Tagus"])
+    assert [one.inputs["question"] for one in (first, other)] == ["on which river is lisbon?", "why?"]
+    assert demonstrations(task, first) == []
+    assert play(task, [ASK, RIGHT], example=first)[0].reward == 1.0

@@ -1,4 +1,4 @@
-"""The search agent's token ids: observations counted and cut as sampled, what a demonstration trains."""
+"""The search agent's token ids: observations counted and cut as sampled."""
 
 from functools import partial
 
@@ -6,10 +6,7 @@ import pytest
 
 from mmrl.engines.base import Completion
 from mmrl.models.chat import decode_text, encode_text, render_observation, render_prompt
-from mmrl.stages.sft import encode
-from mmrl.tasks import TASKS
-from mmrl.tasks.mini.teach import demonstrations
-from tests.helpers.programs import EXAMPLE, FakeEngine, default_config, environment, forest_of, make
+from tests.helpers.programs import EXAMPLE, FakeEngine, environment, forest_of, make
 from tests.models.test_models import make_tokenizer
 from tests.tasks.test_search_agent import ASK, RIGHT, ROOMY
 
@@ -52,14 +49,3 @@ def test_observation_tokens_are_counted_and_cut_alike_after_a_sampled_end_of_tur
         assert first.observation_tokens <= limit
         assert second.prompt_ids[kept:] == tuple(encode_text(tokenizer, second.prompt_text))
         assert (limit == 60) == (first.observation_tokens > 40 and "Porto" not in second.prompt_text)
-
-
-def test_a_demonstrations_history_is_seen_and_not_trained():
-    tokenizer = make_tokenizer()
-    task = TASKS["search_agent"](default_config("search_agent"), 0)
-    shown = demonstrations(task, next(e for e in task.examples("dev") if e.metadata["type"] == "bridge"))
-    first, second, third = (encode(tokenizer, one) for one in shown)
-    assert third.prompt_ids[: len(second.prompt_ids)] == second.prompt_ids
-    assert second.prompt_ids[: len(first.prompt_ids)] == first.prompt_ids
-    assert tuple(encode_text(tokenizer, shown[2].completion)) == third.completion_ids[:-1]
-    assert "<information>" not in decode_text(tokenizer, third.completion_ids)

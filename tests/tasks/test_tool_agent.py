@@ -1,17 +1,16 @@
 """The tool agent: commands and their errors, turns, limits, injected tags, demonstrations."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from mmrl.algorithms import ALGORITHMS
 from mmrl.config.algo import ALGO_SCHEMAS
 from mmrl.records import Forest
-from mmrl.tasks import TASKS
 from mmrl.tasks.agents.tool_agent import read_command
-from mmrl.tasks.mini.teach import demonstrations
-from tests.helpers.programs import EXAMPLE, default_config, make, play
-from tests.tasks.test_search_agent import approx, turn_rewards
+from tests.helpers.programs import EXAMPLE, make, play
+from tests.tasks.test_search_agent import turn_rewards
 
 ROOMY = {"max_observation": 4000, "max_completion": 9000, "max_tokens": 6000, "max_context": None}
 
@@ -51,21 +50,18 @@ def test_the_result_opens_a_new_turn(task):
     assert (first.turn, second.turn) == (0, 1)
     assert engine.requests[0].sampling.stop == ("</tool>", "</answer>")
     assert rollout.reward == pytest.approx(1.9)
-    assert turn_rewards(calls) == approx([0.7, None])
-    assert rollout.parts == approx_map(answer_presence=0.5, exact_match=1.0, tag_usage=0.2, xml_format=0.2)
+    assert turn_rewards(calls) == pytest.approx([0.7, None])
+    parts = {"answer_presence": 0.5, "exact_match": 1.0, "tag_usage": 0.2, "xml_format": 0.2}
+    assert rollout.parts == pytest.approx(parts)
     assert rollout.metrics["tool_execution"] == pytest.approx(0.2)
     assert rollout.metrics["result_answer"] == pytest.approx(0.5)
     assert sum(rollout.parts.values()) == pytest.approx(rollout.reward)
 
 
-def approx_map(**values):
-    return {name: pytest.approx(value) for name, value in values.items()}
-
-
 def test_the_turn_reward_stands_where_the_first_turn_ends(task):
     """Everything sampled before the first result is turn 1, so mt_grpo finds the cut there."""
     rollout, calls, _ = play(task, ["hm", "hm", ASK, "hm", RIGHT])
-    assert turn_rewards(calls) == approx([None, None, 0.7, None, None])
+    assert turn_rewards(calls) == pytest.approx([None, None, 0.7, None, None])
     assert [one.prompt_text.startswith("[user] <result>") for one in calls] == [False, False, False, True, False]
     assert rollout.prediction["actions"] == ["none", "none", "tool", "none", "answer"]
     other, more, _ = play(task, [RIGHT])
@@ -77,18 +73,14 @@ def test_the_turn_reward_stands_where_the_first_turn_ends(task):
     algo = ALGO_SCHEMAS["mt_grpo"](name="mt_grpo", group_size=2, beta=0.0)
     advantage = {e.call: e.advantages[0] for e in ALGORITHMS["mt_grpo"].credit(forest, algo, 0).entries}
     first, second = advantage["e/0#0"], advantage["e/0#4"]
-    assert [advantage[f"e/0#{turn}"] for turn in range(5)] == approx([first, first, first, second, second])
+    assert [advantage[f"e/0#{turn}"] for turn in range(5)] == pytest.approx([first, first, first, second, second])
     assert first > second  # the tool turn is better than average on its own
 
 
 def copied(record):
     """A rollout or call of a second branch."""
-    from dataclasses import replace
-
-    changed = {"id": record.id.replace("e/0", "e/1")}
-    if hasattr(record, "leaf"):
-        changed["leaf"] = record.leaf.replace("e/0", "e/1")
-    return replace(record, **changed)
+    names = {name: getattr(record, name) for name in ("id", "leaf") if hasattr(record, name)}
+    return replace(record, **{name: value.replace("e/0", "e/1") for name, value in names.items()})
 
 
 @pytest.mark.parametrize(
@@ -100,11 +92,9 @@ def copied(record):
         ('{"args": {"query": "x"}, "name": "wiki_search"}', "x", ""),
         ("", None, "not JSON"),
         ("{'name': 'wiki_search'}", None, "not JSON"),
-        ('{"name": "wiki_search"', None, "not JSON"),
         ("[" * 5000, None, "not JSON"),
         ("9" * 5000, None, "not JSON"),
         ("[1]", None, "not a JSON object"),
-        ('"wiki_search"', None, "not a JSON object"),
         ("null", None, "not a JSON object"),
         ("{}", None, "has no name"),
         ('{"name": "", "args": {"query": "x"}}', None, "has no name"),
@@ -160,7 +150,7 @@ def test_the_token_limit_counts_observations_and_ends_without_an_exception(task)
             assert turn_rewards(calls) == [None]
         else:
             assert last.prompt_text.endswith("</result>")
-            assert turn_rewards(calls) == approx([0.2 + 0.5 * ("Tagus" in last.prompt_text), None])
+            assert turn_rewards(calls) == pytest.approx([0.2 + 0.5 * ("Tagus" in last.prompt_text), None])
     task.program.config = task.config.model_copy(update={"max_completion": 300})
     rollout, calls, _ = play(task, ["hm"])
     assert rollout.prediction["ended"] == "tokens"
@@ -177,15 +167,3 @@ def test_the_context_limit_is_kept_too(task):
     rollout, calls, _ = play(task, [ASK, RIGHT])
     assert rollout.error is None
     assert len(calls[-1].prompt_ids) + calls[-1].completion_tokens <= prompt + len(ASK) + 60
-
-
-def test_the_mini_world_has_single_hop_questions():
-    task = TASKS["tool_agent"](default_config("tool_agent"), 0)
-    assert task.describe()["data"] == "mini world"
-    for split, least in (("train", 1500), ("dev", 200), ("test", 200)):
-        examples = task.examples(split)
-        assert len(examples) >= least
-        assert {example.metadata["type"] for example in examples} == {"single"}
-        shown = [len(demonstrations(task, example)) for example in examples]
-        assert set(shown) <= {0, 2}
-        assert shown.count(2) > 0.9 * len(shown)

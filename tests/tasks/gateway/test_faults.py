@@ -17,7 +17,7 @@ from mmrl.config import ALGO_SCHEMAS
 from mmrl.errors import ConfigError
 from mmrl.records import Example
 from mmrl.rollout.plans import independent
-from tests.helpers.gateway import Scripted, agent_task, one, right, rolled_out
+from tests.helpers.gateway import Scripted, agent_task, one, post, right, rolled_out
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "Where?"}]}
 CLIENT = """
@@ -182,12 +182,11 @@ def test_a_thread_that_goes_on_after_the_end_reaches_nothing():
 
 def test_calls_that_an_agent_left_open_end_with_it():
     async def leaves(example, base_url, api_key):
-        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {api_key}"}) as asking:
-            waits = asyncio.create_task(asking.post(f"{base_url}/chat/completions", json=BODY))
-            while not engine.waiting:
-                await asyncio.sleep(0.01)
-            waits.cancel()
-            return "0"
+        waits = asyncio.create_task(post(base_url, api_key))
+        while not engine.waiting:
+            await asyncio.sleep(0.01)
+        waits.cancel()
+        return "0"
 
     engine = Scripted(lambda prompt: "x", delay=60.0)
     rollout, calls = one(agent_task(leaves), engine)
@@ -201,8 +200,7 @@ def test_calls_that_an_agent_left_open_end_with_it():
 )
 def test_a_result_that_is_none_is_a_failure(result, says):
     async def agent(example, base_url, api_key):
-        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {api_key}"}) as asking:
-            await asking.post(f"{base_url}/chat/completions", json=BODY)
+        await post(base_url, api_key)
         return result
 
     rollout, _ = one(agent_task(agent, metric=None), Scripted(lambda prompt: "x"))
@@ -267,8 +265,7 @@ class Faulty:
 
     async def _later(self, base_url, api_key):
         await asyncio.sleep(0.5)
-        async with httpx.AsyncClient(base_url=base_url, timeout=20) as asking:
-            return (await asking.post("/chat/completions", json=BODY, headers={"Authorization": api_key})).status_code
+        await post(base_url, api_key)
 
 
 class Breaks(Scripted):
@@ -287,14 +284,11 @@ def test_two_hundred_rollouts_with_every_fault():
         Example(id=f"q{n}", inputs={"question": f"q{n}", "fault": fault}, metadata={"gold": f"q{n}"})
         for n, fault in enumerate(faults)
     ]
-    agent, engine, started, threads = Faulty(), Breaks(str, delay=0.01), time.monotonic(), threading.active_count()
+    agent, engine, started, threads = Faulty(), Breaks(delay=0.01), time.monotonic(), threading.active_count()
     forest = rolled_out(agent_task(agent), engine, independent(1), examples, timeout_s=15.0)
     assert time.monotonic() - started < 60
-    expected = {
-        **dict.fromkeys(("never", "crash", "garbage", "stolen", *BAD), "program"),
-        "hang": "timeout",
-        "swallow": "engine",
-    }
+    expected = dict.fromkeys(("never", "crash", "garbage", "stolen", *BAD), "program")
+    expected |= {"hang": "timeout", "swallow": "engine"}
     for rollout, fault in zip(forest.rollouts, faults, strict=True):
         assert rollout.error == expected.get(fault), (fault, rollout.error_message)
         assert rollout.reward == (1.0 if rollout.error is None else None), fault
@@ -328,9 +322,7 @@ def test_what_cannot_be_an_agent_is_refused_before_a_run():
 
 def test_a_metric_that_ends_the_process_is_the_metrics_fault():
     async def agent(example, base_url, api_key):
-        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {api_key}"}) as asking:
-            body = {"model": "policy/agent", "messages": [{"role": "user", "content": "x"}]}
-            await asking.post(f"{base_url}/chat/completions", json=body)
+        await post(base_url, api_key, "policy/agent")
 
     rollout, _ = one(agent_task(agent, metric=lambda record, result: sys.exit(3)), Scripted(lambda prompt: "a"))
     assert (rollout.error, rollout.reward, rollout.error_message) == ("reward", None, "SystemExit: 3")
