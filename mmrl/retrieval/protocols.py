@@ -10,13 +10,15 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, Field, StrictBool, StrictStr, ValidationError
 
 from mmrl.config.base import reasons
 from mmrl.retrieval.base import Document, unquoted, whole_text
 from mmrl.system.replies import quoted
+
+T = TypeVar("T")
 
 MAX_QUERIES = 1024
 """Queries of one request."""
@@ -86,7 +88,7 @@ def read_search_r1_reply(reply: object, queries: int) -> list[list[Document]]:
     Raises:
         ValueError, TypeError, KeyError, OverflowError: another shape, or another number of results than of queries.
     """
-    results = _mapping(reply)["result"]
+    results = _checked(reply, dict, "an object")["result"]
     if not isinstance(results, list) or len(results) != queries:
         got = f"{len(results)} results" if isinstance(results, list) else type(results).__name__
         raise ValueError(f"got {got} for {queries} queries")
@@ -95,10 +97,10 @@ def read_search_r1_reply(reply: object, queries: int) -> list[list[Document]]:
 
 def _search_r1_document(item: Mapping[str, object]) -> Document:
     scored = "document" in item
-    fields = _mapping(item["document"], "document: ") if scored else item
+    fields = _checked(item["document"], dict, "an object", "document: ") if scored else item
     title, text = fields.get("title"), fields.get("text")
     if not isinstance(text, str) or not isinstance(title, str):
-        title, _, text = _text(fields["contents"], "contents").partition("\n")
+        title, _, text = _checked(fields["contents"], str, "text", "contents: ").partition("\n")
         title = unquoted(title)
     return _document(fields.get("id"), title, text, item.get("score", 0.0) if scored else 0.0)
 
@@ -109,12 +111,12 @@ def read_dspy_reply(reply: object) -> list[Document]:
     Raises:
         ValueError, TypeError, KeyError, OverflowError: another shape, or an error message of the server.
     """
-    fields = _mapping(reply)
+    fields = _checked(reply, dict, "an object")
     if fields.get("error"):
         raise ValueError(f"the server says: {quoted(str(fields.get('message', fields['error'])))}")
     documents = []
     for item in _items(fields["topk"]):
-        title, mark, text = _text(item["text"], "text").partition(" | ")
+        title, mark, text = _checked(item["text"], str, "text", "text: ").partition(" | ")
         documents.append(_document(item.get("pid"), *((title, text) if mark else ("", title)), item.get("score", 0.0)))
     return documents
 
@@ -140,19 +142,13 @@ def _document(name: object, title: str, text: str, score: object) -> Document:
     return Document(id=str(name), title=title, text=text, score=value)
 
 
-def _mapping(value: object, field: str = "") -> Mapping[str, object]:
-    if not isinstance(value, Mapping):
-        raise TypeError(f"{field}got {type(value).__name__}, expected an object")
+def _checked(value: object, kind: type[T], expected: str, field: str = "") -> T:
+    if not isinstance(value, kind):
+        raise TypeError(f"{field}got {type(value).__name__}, expected {expected}")
     return value
 
 
 def _items(value: object) -> list[Mapping[str, object]]:
     if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
         raise TypeError(f"got {type(value).__name__}, expected a list of objects")
-    return value
-
-
-def _text(value: object, field: str) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{field}: got {type(value).__name__}, expected text")
     return value

@@ -10,7 +10,7 @@ import re
 import string
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 Punctuation = Literal["delete", "space"]
@@ -78,11 +78,6 @@ def answer_shape(answer: str) -> dict[str, float]:
     """
     candidates = sum(bool(part.strip()) for part in _BETWEEN_CANDIDATES.split(answer))
     return {"answer_words": float(len(answer.split())), "answer_candidates": float(candidates)}
-
-
-def best(metric: Callable[..., float], prediction: str, golds: Sequence[str], **options: object) -> float:
-    """Return the highest value of `metric` over several accepted answers; 0.0 without any."""
-    return max((metric(prediction, gold, **options) for gold in golds), default=0.0)
 
 
 def _closed_mismatch(predicted: str, expected: str) -> bool:

@@ -214,8 +214,8 @@ class OpenQaTask(Task):
 
     def best(self, metric: Callable[..., float], answer: str, example: Example, **options: object) -> float:
         """Return the highest value of a metric over the example's accepted answers, under the task's normalisation."""
-        golds = example.metadata["answers"]
-        return metrics.best(metric, answer, golds, punctuation=self.config.punctuation, **options)
+        options["punctuation"] = self.config.punctuation
+        return max((metric(answer, gold, **options) for gold in example.metadata["answers"]), default=0.0)
 
     def answer_metrics(self, answer: str, example: Example) -> dict[str, float]:
         """Exact match, F1 and accuracy as the official script has them (0 without an answer); whether there is one, how

@@ -17,7 +17,7 @@ from mmrl.config.retriever import Bm25Config, DenseConfig
 from mmrl.config.tasks import MultihopQaConfig
 from mmrl.errors import ConfigError, DataError
 from mmrl.retrieval import dense
-from mmrl.retrieval.dense import PRESETS, DenseRetriever, Encoder
+from mmrl.retrieval.dense import DenseRetriever, Encoder
 from mmrl.retrieval.index_folder import (
     build_index,
     cached_index,
@@ -61,11 +61,6 @@ def test_dense_search_equals_brute_force_before_and_after_loading(model, encoder
     again = open_index(folder, read_info(folder), PassageStore(folder)).search(QUERIES, [5, 3, 0])
     assert [[d.id for d in r] for r in again[:2]] == [[d.id for d in found[0]], [d.id for d in found[1][:3]]]
     assert str(folder) in Path("/proc/self/maps").read_text()  # memory-mapped, not read
-
-
-def test_a_text_longer_than_the_model_reads_is_cut(model):
-    expected = by_hand(model, ["query: " + "river " * 500], normalised=True)
-    assert Encoder(model, PRESETS["e5"]).queries(["river " * 500]) == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_graph_index_finds_nearly_what_the_exact_one_finds(model, tmp_path):

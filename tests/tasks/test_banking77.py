@@ -72,12 +72,6 @@ def test_the_papers_sample_of_files_is_the_same_for_every_seed(tmp_path):
     assert "sample" not in whole.describe()
 
 
-def test_a_source_with_fewer_rows_than_the_papers_sample_is_told(tmp_path, caplog):
-    path = saved(tmp_path / "short.csv", rows(300))
-    assert len(make("banking77", data={"dev": path}).examples("dev")) == 50
-    assert "has 300 rows, the paper's dev sample is numbers 250 to 749" in caplog.text
-
-
 def test_one_file_for_train_and_dev_is_shared_out(tmp_path):
     path = saved(tmp_path / "all.csv", rows(800))
     task = make("banking77", data={"train": path, "dev": path})

@@ -14,7 +14,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from pathlib import Path
 
 from mmrl.errors import DataError, gathered
 from mmrl.records import Example
@@ -65,13 +64,10 @@ class Corpus:
         if problems:
             raise DataError(problems)
 
-    def paths(self) -> list[Path]:
-        """Return all local files, in order."""
-        return [path for source, _ in self._sources if source is not None and (path := source.path) is not None]
-
     def stamp(self) -> str:
         """Return a text that changes with the sources: their names, sizes and times."""
-        files = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in self.paths()]
+        paths = [source.path for source, _ in self._sources if source is not None]
+        files = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths if path]
         return hashlib.blake2b(repr((list(self.specs), files)).encode(), digest_size=16).hexdigest()
 
     def passages(self) -> Iterator[Document]:

@@ -17,7 +17,7 @@ from mmrl.config.tasks import Banking77Config
 from mmrl.errors import DataError
 from mmrl.records import Call, Example
 from mmrl.tasks.base import Score
-from mmrl.tasks.data.rows import Text, check_unique, read_as, record_id
+from mmrl.tasks.data.rows import Row, Text, read_as, record_id
 from mmrl.tasks.dspy.base import DspyTask, read_json
 from mmrl.tasks.mini.examples import mini_records
 
@@ -66,16 +66,11 @@ class Banking77Task(DspyTask):
         """See `DspyTask.mini`."""
         return mini_records(split, "support")
 
-    def read(self, split: str) -> Sequence[Example]:
-        """See `DspyTask.read`: all rows."""
-        key = f"task.data.{split}"
-        examples = []
-        for number, row in enumerate(self.rows(split)):
-            query = read_as(Query, key, row)
-            # The official CSV has no ids; the place in the file is stable, since the whole file is read.
-            name = record_id(row.values, "id", otherwise=f"{split}-{number}")
-            examples.append((row, Example(id=name, inputs={"text": query.text}, metadata={"label": query.label})))
-        return check_unique(key, examples)
+    def example(self, key: str, row: Row, number: str) -> Example:
+        """See `DspyTask.example`."""
+        query = read_as(Query, key, row)
+        name = record_id(row.values, "id", otherwise=number)
+        return Example(id=name, inputs={"text": query.text}, metadata={"label": query.label})
 
     def _given_labels(self) -> tuple[str, ...]:
         path = self.config.labels

@@ -21,7 +21,7 @@ from mmrl.system.files import user_path
 from mmrl.system.objects import readable
 from mmrl.tasks.base import Task, Tool
 from mmrl.tasks.data.layouts import subset_of
-from mmrl.tasks.data.rows import Row, Source, same_rows
+from mmrl.tasks.data.rows import Row, Source, check_unique, same_rows
 from mmrl.tasks.dspy.fields import adapter_in_use
 from mmrl.tasks.prompts import PAPER, Template, load_prompts, prompts_file
 
@@ -104,9 +104,20 @@ class DspyTask(Task):
     def mini(self, split: str) -> Sequence[Example]:
         """Return the mini world's examples of a split, for a config that names no data."""
 
-    @abstractmethod
     def read(self, split: str) -> Sequence[Example]:
-        """Read the examples of a split's source."""
+        """Read the examples of a split's source: all rows, unless a task samples them."""
+        key = f"task.data.{split}"
+        rows = enumerate(self.rows(split))
+        return check_unique(key, ((row, self.example(key, row, f"{split}-{number}")) for number, row in rows))
+
+    def example(self, key: str, row: Row, number: str) -> Example:
+        """Convert a row to an example, for `read`.
+
+        Args:
+            key: the config key of its source.
+            number: id of a row without one; its place is stable, since a source is read whole.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def make_program(self) -> Any:

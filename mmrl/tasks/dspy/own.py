@@ -19,7 +19,7 @@ from mmrl.records import EMPTY, LARGEST, Call, Example
 from mmrl.system.objects import imported, readable
 from mmrl.system.user_code import as_async, as_number, call_scorer, located
 from mmrl.tasks.base import Context, Score, Task, Tool
-from mmrl.tasks.data.rows import check_unique, record_id
+from mmrl.tasks.data.rows import Row, record_id
 from mmrl.tasks.dspy.base import DspyTask, awaits, is_dspy_module
 
 READ = frozenset(
@@ -111,8 +111,11 @@ class RecordTask(DspyTask):
         self.absent_features = frozenset({"penalties", "observations"} if self.of_dspy else {"penalties"})
         with gathered(problems):
             super().__init__(config, seed)
-        if (problem := metric_problem(parts.reward, extra_arguments=extra_arguments and self.of_dspy)) is not None:
-            problems.append(f"{reward} {problem}")
+        # For `trace` and what else optimizers of DSPy pass to metrics, where a metric has no defaults for them.
+        count = required_arguments(parts.reward, 2) if extra_arguments and self.of_dspy else 0
+        self._extra_arguments = (None,) * count
+        if (takes := refusing_signature(parts.reward, None, None, *self._extra_arguments)) is not None:
+            problems.append(f"{reward} takes {takes}, expected a function (record, prediction) -> number")
         if self.of_dspy and (problem := inputs_problem(self._program, parts.inputs)) is not None:
             problems.append(f"{key('inputs')}: got {', '.join(parts.inputs)}, {problem}")
         if problems:
@@ -133,20 +136,13 @@ class RecordTask(DspyTask):
         """See `DspyTask.make_program`."""
         return self._program
 
-    def read(self, split: str) -> Sequence[Example]:
-        """See `DspyTask.read`."""
-        key, inputs, examples = f"task.data.{split}", self.parts_given.inputs, []
-        for number, row in enumerate(self.rows(split)):
-            fields = row.values if isinstance(row.values, Mapping) else {}
-            if missing := [field for field in inputs if field not in fields]:
-                raise DataError(f"{key}: {row.where}: {', '.join(missing)} is missing (fields: {', '.join(fields)})")
-            example = Example(
-                id=record_id(row.values, "id", otherwise=f"{split}-{number}"),
-                inputs={field: row.values[field] for field in inputs},
-                metadata=self.metadata(row.values),
-            )
-            examples.append((row, example))
-        return check_unique(key, examples)
+    def example(self, key: str, row: Row, number: str) -> Example:
+        """See `DspyTask.example`."""
+        inputs, fields = self.parts_given.inputs, row.values if isinstance(row.values, Mapping) else {}
+        if missing := [field for field in inputs if field not in fields]:
+            raise DataError(f"{key}: {row.where}: {', '.join(missing)} is missing (fields: {', '.join(fields)})")
+        name = record_id(fields, "id", otherwise=number)
+        return Example(id=name, inputs={field: fields[field] for field in inputs}, metadata=self.metadata(fields))
 
 
 class _PluginTask(RecordTask):
@@ -225,9 +221,7 @@ class ImportedTask(RecordTask):
 
         known = dspy.Example(**record).with_inputs(*self.config.inputs)
         predicted = dspy.Prediction(**prediction) if isinstance(prediction, dict) else prediction
-        # For `trace` and what else optimizers of DSPy pass to metrics, where a metric has no defaults for them.
-        extra = (None,) * required_arguments(metric, 2)
-        return scored(await call_scorer(metric, known, predicted, *extra), "task.metric")
+        return scored(await call_scorer(metric, known, predicted, *self._extra_arguments), "task.metric")
 
     def describe(self) -> Mapping[str, object]:
         """See `mmrl.tasks.base.Task.describe`."""
@@ -331,17 +325,6 @@ def required_arguments(function: Callable[..., Any], count: int) -> int:
         return 0
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return sum(p.default is p.empty for p in positional[count:])
-
-
-def metric_problem(metric: Callable[..., Any], extra_arguments: bool) -> str | None:
-    """Explain why a metric cannot be called with a record and a prediction: the words after its name.
-
-    Args:
-        extra_arguments: True if it gets None for further arguments, as metrics for DSPy may have them.
-    """
-    extra_count = required_arguments(metric, 2) if extra_arguments else 0
-    takes = refusing_signature(metric, None, None, *(None,) * extra_count)
-    return None if takes is None else f"takes {takes}, expected a function (record, prediction) -> number"
 
 
 def inputs_problem(module: Any, fields: Sequence[str]) -> str | None:
