@@ -6,7 +6,7 @@ import torch
 
 from mmrl.config import DataConfig
 from mmrl.config.tasks import PluginTaskConfig
-from mmrl.errors import ConfigError, ParseFailure
+from mmrl.errors import ConfigError
 from mmrl.rollout.scripted import play
 from mmrl.tasks.base import Score
 from mmrl.tasks.dspy.own import OwnTask
@@ -75,29 +75,12 @@ def test_a_script_that_is_too_short_or_too_long_is_told(tmp_path):
         play(task, example, ["a", "b"])
 
 
-def test_a_parse_failure_is_the_models(tmp_path):
-    async def strict(example, ctx):
-        def read(text):
-            raise ParseFailure("never")
-
-        return (await ctx.call("speaker", [{"role": "user", "content": "x"}], parse=read)).parsed
-
-    task = make(tmp_path, parts=OwnTask(strict, loud, inputs=["word"], modules=["speaker"]), failure_score=-1.0)
-    rollout = play(task, task.examples("train")[0], ["x"])
-    assert (rollout.error, rollout.reward) == ("parse", -1.0)
-
-
 def test_bad_records_name_file_and_line(tmp_path):
     assert "train.jsonl line 3: word is missing (fields: end)" in problems(tmp_path, rows=[{"word": "a"}, {"end": "!"}])
     assert "line 1: word is missing (fields: )" in problems(tmp_path, rows=[[1]])
     assert "line 3: duplicate id '7'" in problems(tmp_path, rows=[{"word": "a", "id": 7}, {"word": "b", "id": "7"}])
     assert "no such file" in problems(tmp_path, dev="nowhere.jsonl")
     assert "train and dev are both" in problems(tmp_path, dev=str(tmp_path / "train.jsonl"))
-
-
-def test_without_data_it_says_what_is_expected():
-    with pytest.raises(ConfigError, match="task shout has no mini world; expected files"):
-        PARTS(PluginTaskConfig(name="shout"), 0)
 
 
 def test_options_that_no_one_reads_are_refused_all_at_once(tmp_path):

@@ -85,7 +85,6 @@ def test_the_external_model_helps_without_knowing_who_asks():
     ("units", "request_text", "leaked"),
     [
         (["Ann Lee", "Paris"], "Write to ann  lee in PARIS.", 2),
-        (["Ann"], "Annual report", 0),
         (["c++ (intern)"], "a C++ (intern) job", 1),
         (["<PRESIDIO_ANONYMIZED_PERSON>"], "I am <presidio_anonymized_person>", 1),
         (["Zürich"], "in zürich.", 1),
@@ -98,7 +97,6 @@ def test_the_external_model_helps_without_knowing_who_asks():
         (["555-1234"], "call 5551234", 0),
         (["Ann"], "annual, Hannah, Anna, planned, nnaX", 0),
         (["Leon"], "a Noel card", 0),
-        (["Paris"], "in comparison", 0),
         (["Ann", "Lee"], "&#" + "9" * 5000 + "; \ufffd [[ ##", 0),
         (["+++", "Ann"], "a +++ b", 1),
         ([], "anything", 0),
@@ -136,26 +134,19 @@ def test_the_composite_reward_and_its_limits(count, leakage):
     assert score(task, units=()).metrics["leakage"] == 0
 
 
-def judged_by(replies, **options):
-    """A task whose judge gives these texts in turn, and the requests that it saw."""
-    replies = iter(replies)
-    server = serving(lambda seen: chat_reply(next(replies)))
-    return server, {"model": "judge", "key_env": None, "retries": 1, **options}
-
-
 def test_judges_behind_an_endpoint():
-    server, judge = judged_by(
-        [
-            filled(reasoning="worse", judgment="False"),
-            filled(reasoning="better", judgment="True"),
-            filled(reasoning="one", num_pieces_leaked="1"),
-        ]
-    )
-    with server as (url, scripted):
-        task = make("papillon", judge={**judge, "url": url})
+    replies = [
+        chat_reply("hm"),  # unreadable: asked for again
+        chat_reply(filled(reasoning="worse", judgment="False")),
+        chat_reply(filled(reasoning="better", judgment="True")),
+        chat_reply(filled(reasoning="one", num_pieces_leaked="1")),
+    ]
+    with serving(replies) as (url, scripted):
+        task = make("papillon", judge={"model": "judge", "key_env": None, "retries": 1, "url": url})
         assert task.describe()["judge"] == f"judge at {url}"
         assert score(task).metrics == {"score": 0.25, "quality": 0.0, "leakage": 0.5}
-        assert task.describe()["judge"] == f"judge at {url} (3 requests, 30 prompt tokens, 15 completion tokens)"
+        assert task.describe()["judge"] == f"judge at {url} (4 requests, 40 prompt tokens, 20 completion tokens)"
+        del scripted.seen[0]
         prompts = [seen.body["messages"][-1]["content"] for seen in scripted.seen]
     assert "[[ ## response_A ## ]]\nnew\n" in prompts[0] and "[[ ## response_B ## ]]\ngold\n" in prompts[0]
     assert "[[ ## response_A ## ]]\ngold\n" in prompts[1] and "[[ ## response_B ## ]]\nnew\n" in prompts[1]
@@ -183,18 +174,6 @@ def test_endpoints_that_are_not_there_are_all_told():
     task = make("papillon", judge={"url": url}, external={"url": url, "model": "big", "key_env": None})
     assert [said.partition(": ")[0] for said in task.server_problems()] == ["task.judge.url", "task.external.url"]
     assert make("papillon").server_problems() == []
-
-
-def test_an_unreadable_reply_is_asked_for_again_and_then_no_verdict(caplog):
-    server, judge = judged_by(
-        ["hm", filled(reasoning="x", judgment="True"), "no number", filled(reasoning="x", num_pieces_leaked="many")]
-    )
-    with server as (url, _):
-        task = make("papillon", judge={**judge, "url": url})
-        with pytest.raises(JudgeFailure, match="no readable reply in 2 tries"):
-            score(task)
-        assert task.describe()["judge"] == (f"judge at {url} (4 requests, 40 prompt tokens, 20 completion tokens)")
-    assert "no readable reply in 2 tries" in caplog.text and "(1 rollouts without a verdict so far)" in caplog.text
 
 
 @pytest.mark.parametrize("value", ["{" * 5000, "[" * 5000, "9" * 5000, "-" * 5000, "", "null"])

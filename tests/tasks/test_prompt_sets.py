@@ -59,16 +59,6 @@ rewriter:
     assert [m["role"] for m in prompts.reranker("Q", [])] == ["system", "user"]
 
 
-def test_the_demonstrations_of_a_growing_context_hold_the_transcript(tmp_path):
-    transcript = "<think> a </think>\n<search> b </search>\n\n<information>Doc</information>\n\n<answer> c </answer>"
-    shots = [{"user": "Q1", "assistant": transcript}]
-    path = saved(tmp_path / "prompts.yaml", {"agent": {"demonstrations": shots}})
-    task = TASKS["search_agent"](default_config("search_agent", prompts=path), 0)
-    plain = TASKS["search_agent"](default_config("search_agent"), 0)
-    (question,) = plain.program.question("Q2")
-    assert task.program.question("Q2") == [message("user", "Q1"), message("assistant", transcript), question]
-
-
 def test_all_problems_of_demonstrations_at_once(tmp_path):
     path = saved(
         tmp_path / "prompts.yaml",
