@@ -100,11 +100,8 @@ def top_indices(scores: np.ndarray, k: int) -> list[int]:
     """Return the indices of the k highest positive scores (n,), best first; equal scores in index order."""
     # A full sort of a million scores would cost more than scoring them. The k-th highest is a threshold; whatever ties
     # with it stays in, so that the stable sort below breaks ties by index.
-    if k < len(scores):
-        threshold = np.partition(scores, len(scores) - k)[len(scores) - k]
-        candidates = np.flatnonzero(scores >= threshold) if threshold > 0 else np.flatnonzero(scores > 0)
-    else:
-        candidates = np.flatnonzero(scores > 0)
+    threshold = np.partition(scores, len(scores) - k)[len(scores) - k] if k < len(scores) else 0.0
+    candidates = np.flatnonzero(scores >= threshold if threshold > 0 else scores > 0)
     order = np.argsort(-scores[candidates], kind="stable")[:k]
     return [int(index) for index in candidates[order]]
 

@@ -31,11 +31,9 @@ def selected(documents, penalty):
     [
         ("rewriter", "### a; b; c; d ###", None, 0.0, {"sub_queries": 4, "unparsable": 0}),
         ("rewriter", "### a; b; c; d; e ###", None, -0.5, {"sub_queries": 5, "unparsable": 0}),
-        ("rewriter", "### a;b;c;d;e;f;g;h;i ###", None, -0.5, {"sub_queries": 9, "unparsable": 0}),
         ("rewriter", "a; b", None, -0.5, {"sub_queries": 0, "unparsable": 1}),
         ("reranker", "1, 2", 10, 0.0, selected(2, 0.0)),
         ("reranker", "1, 1", 10, -0.5, selected(1, -0.5)),
-        ("reranker", "1, 10", 10, -0.5, selected(1, -0.5)),
         ("reranker", "1, 1, 11, 12", 10, -0.5, selected(1, -0.5)),  # flat, not per fault
         ("reranker", "none", 10, -0.5, selected(0, -0.5)),
         ("reranker", "none", 0, 0.0, selected(0, 0.0)),

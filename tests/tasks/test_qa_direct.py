@@ -34,7 +34,6 @@ def test_it_is_a_task_without_search():
         ("Bob", 0, 0.0),
         ("", 0, 0.0),
         ("I think so.\nAnswer: Ada", 1, 1.0),
-        ("First.\n\nAnswer: **Ada**", 1, 1.0),
     ],
 )
 def test_rewards(text, em, reward):

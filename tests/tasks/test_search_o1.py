@@ -51,13 +51,6 @@ def test_nothing_found_is_not_condensed(task, query):
     assert rollout.reward == 1
 
 
-def test_a_full_context_ends_the_rollout_without_an_exception(tmp_path):
-    _, calls, _ = play(make("search_o1", tmp_path), [ANSWER], "outcome")
-    task = make("search_o1", tmp_path, max_tokens=400, max_context=calls[0].prompt_tokens + len(ASK) + 20)
-    rollout, _, _ = play(task, [ASK, "word " * 60, ANSWER], "outcome")
-    assert (rollout.prediction["ended"], rollout.error, rollout.reward) == ("context", None, 0.0)
-
-
 @pytest.mark.parametrize(
     ("text", "answer"),
     [

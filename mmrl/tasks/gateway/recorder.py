@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmrl.config.tasks import AnyAgentConfig, CallRule
-from mmrl.errors import LengthFailure, LimitFailure, ParseFailure, RolloutError
+from mmrl.errors import LimitFailure, ParseFailure, RolloutError
 from mmrl.serve.front import Answer, Finished, until_stop
 from mmrl.serve.gateway import ENDED
 from mmrl.serve.protocol import RecordedRequest, Refused
@@ -212,10 +212,7 @@ class Recorder:
             )
         except ParseFailure as failure:
             # The agent reads what the model wrote; where it fails over that, the model is to blame.
-            if failure.reply is None:
-                raise
-            reply: Reply = failure.reply
-            return reply
+            return failure.reply
         except TemplateError as error:
             raise Refused(400, f"messages: the model's chat template refuses them: {error}", "messages") from None
 
@@ -256,12 +253,6 @@ def reply_id(context: Sequence[int], number: int) -> str:
         number: of the replies of the rollout that end this context, counted from 1.
     """
     return hashlib.sha256(",".join(map(str, (number, *context))).encode()).hexdigest()[:24]
-
-
-def fatal(failure: RolloutError | None) -> bool:
-    """True for the failure of a call after which a rollout cannot have succeeded, whatever the agent made of it."""
-    # An agent may shorten what was too long, and ask again.
-    return failure is not None and not isinstance(failure, LengthFailure)
 
 
 def _as_sent_back(answer: Answer) -> Message:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mmrl.config.tasks import AnyAgentConfig
-from mmrl.errors import ConfigError, ProgramFailure, RewardFailure, gathered, unknown
+from mmrl.errors import ConfigError, LengthFailure, ProgramFailure, RewardFailure, gathered, unknown
 from mmrl.records import Call, Example
 from mmrl.retrieval.select import server_problems
 from mmrl.serve.gateway import Session, gateway, json_value
@@ -28,7 +28,7 @@ from mmrl.system.objects import imported, readable
 from mmrl.system.user_code import call_scorer, finite_numbers, in_own_loop
 from mmrl.tasks.base import Context, Score
 from mmrl.tasks.dspy.own import OwnTask, RecordTask, refusing_signature, scored
-from mmrl.tasks.gateway.recorder import Recorder, fatal, reply_id
+from mmrl.tasks.gateway.recorder import Recorder, reply_id
 
 CLIENTS = ("OPENAI_", "ANTHROPIC_")
 """Variables by which clients find a server: a command never inherits the user's own."""
@@ -98,7 +98,8 @@ class AgentProgram:
         finally:
             server.close(key, credential)
             await recorder.close()
-        if recorder.failure is not None and fatal(recorder.failure):
+        # Whatever the agent made of a failed call; but it may shorten what was too long, and ask again.
+        if recorder.failure is not None and not isinstance(recorder.failure, LengthFailure):
             raise recorder.failure
         if not recorder.calls:
             raise ProgramFailure(f"the agent made no call; its base_url is {server.url}")
