@@ -95,7 +95,7 @@ def test_the_external_model_helps_without_knowing_who_asks():
         (["Анна Ли"], "я Анна Ли", 1),
         (["555-1234"], "call 555 1234", 1),
         (["555-1234"], "call 5551234", 0),
-        (["Ann"], "annual, Hannah, Anna, planned, nnaX", 0),
+        (["Ann"], "annual, Hannah, Roxann, Anna, planned, nnaX", 0),
         (["Leon"], "a Noel card", 0),
         (["Ann", "Lee"], "&#" + "9" * 5000 + "; \ufffd [[ ##", 0),
         (["+++", "Ann"], "a +++ b", 1),
