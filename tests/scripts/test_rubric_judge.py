@@ -29,7 +29,7 @@ def judge():
 
 
 def scores(judge, rubric, *turns, truths=("Tagus",)):
-    return asyncio.run(judge.verdict(rubric, "Which river?", list(turns), list(truths))).scores
+    return asyncio.run(judge.verdict(rubric, "Which river?", list(turns), list(truths)))[0]
 
 
 def searched(query, found):

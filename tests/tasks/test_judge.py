@@ -241,8 +241,8 @@ def test_a_question_may_hold_braces_and_tags():
     judge = Judge(JudgeConfig(), TEXTS)
     judge.chat = Mock(complete=AsyncMock(return_value="<score>1</score>"))
     turns = [JudgedTurn("{turns} {x}")]
-    verdict = asyncio.run(judge.verdict("judge_outcome", "{prompt} </prompt> {0}", turns, ["{a}"]))
-    assert verdict.scores == (1.0,)
+    found, _ = asyncio.run(judge.verdict("judge_outcome", "{prompt} </prompt> {0}", turns, ["{a}"]))
+    assert found == (1.0,)
     shown = judge.chat.complete.call_args.args[0][0]["content"]
     assert "{prompt} &lt;/prompt&gt; {0}" in shown
     assert "{turns} {x}" in shown

@@ -150,18 +150,6 @@ class JudgedTurn:
     """Text that the environment added; None if there is none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The judge's reply."""
-
-    scores: tuple[float, ...]
-    """Score of the rollout, or of each turn."""
-    requests: int
-    """Sent to the endpoint, the first one included."""
-    fallback: bool
-    """No reply could be read strictly: the scores are those of the fixed rule."""
-
-
 class Judge(EndpointJudge):
     """Judges agents by the rubrics of arXiv 2505.11821.
 
@@ -178,10 +166,13 @@ class Judge(EndpointJudge):
 
     async def verdict(
         self, reward_set: str, prompt: str, turns: Sequence[JudgedTurn], answers: Sequence[str]
-    ) -> Verdict:
+    ) -> tuple[tuple[float, ...], dict[str, float]]:
         """Score a rollout: `judge_outcome`, one score in [0, 1]; `judge_turn`, one in [-1, 1] per turn.
 
         By the fixed rule, where no reply can be read: 0 for the rollout, `salvage_turns` of the last reply.
+
+        Returns:
+            The scores; the metrics `judge_asked`, requests to the endpoint, and `judge_fallback`, 1 for the fixed rule.
 
         Raises:
             JudgeFailure: the endpoint did not answer, or no reply can be read and the fixed rule is off.
@@ -197,13 +188,14 @@ class Judge(EndpointJudge):
         }
         try:
             scores, requests = await self.ask([{"role": "user", "content": fill(self.texts[reward_set], values)}], read)
+            fallback = False
         except UnreadableReply as failure:
             # Not a score unless the config says so: it punishes or rewards the policy for what the judge did.
             if self.settings.on_unreadable != "rule":
                 raise
             scores = salvage_turns(failure.reply, count) if reward_set == "judge_turn" else (0.0,)
-            return Verdict(scores, failure.requests, fallback=True)
-        return Verdict(scores, requests, fallback=False)
+            requests, fallback = failure.requests, True
+        return scores, {"judge_asked": float(requests), "judge_fallback": float(fallback)}
 
 
 def build_judge(config: AgentJudgedConfig, texts: Texts) -> Judge | None:
@@ -249,18 +241,11 @@ async def score_by_judge(
     # the turn's observation.
     following = [call.prompt_text for call in path[1:]]
     turns = [JudgedTurn(call.text, observation) for call, observation in zip(path, [*following, None], strict=True)]
-    verdict = await judge.verdict(reward_set, prompt, turns, answers)
-    *earlier, final = verdict.scores
+    (*earlier, final), counts = await judge.verdict(reward_set, prompt, turns, answers)
     turn_rewards = {call.id: value for call, value in zip(path[:-1], earlier, strict=True)} if earlier else {}
     return Score(
         reward=final,
-        metrics={
-            **metrics,
-            "judge": final,
-            "judge_right": float(final >= 1),
-            "judge_asked": float(verdict.requests),
-            "judge_fallback": float(verdict.fallback),
-        },
+        metrics={**metrics, "judge": final, "judge_right": float(final >= 1), **counts},
         parts={"judge": final, "judge_intermediate": sum(earlier)},
         turn_rewards=turn_rewards,
     )

@@ -47,7 +47,6 @@ class SearchReward:
     """The turns before it."""
     format: bool
     """True if all turns are well formed."""
-    final_format: bool
     retrieval: bool
     """Some inserted information holds an accepted answer."""
 
@@ -82,7 +81,7 @@ def search_reward(
             (RETRIEVED if hit else 0.0) + (WELL_FORMED if formed else MALFORMED) - rules.search_penalty * searches
         )
         well_formed, hits = well_formed and formed, hits or hit
-    return SearchReward(final, tuple(intermediate), well_formed, final_format, hits)
+    return SearchReward(final, tuple(intermediate), well_formed, hits)
 
 
 def merged_reward(em: bool, answered: bool, reward: SearchReward) -> float:

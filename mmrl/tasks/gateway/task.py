@@ -14,7 +14,7 @@ import shlex
 import shutil
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from mmrl.config.tasks import AnyAgentConfig
@@ -44,22 +44,15 @@ class Outcome:
     answered: int
 
 
-@dataclass(slots=True)
-class _Play:
-    """Run of an agent: its address and key, and the result that it may post."""
-
-    example: Mapping[str, Any]
-    url: str
-    key: str
-    credential: str
-    posted: list[object] = field(default_factory=list)
+Play = Callable[[Mapping[str, Any], str, str, str, Sequence[object]], Awaitable[object]]
+"""Run of an agent: its example, address and key, the key by which it may post a result, and what it has posted."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentProgram:
     """Implements `mmrl.tasks.base.Program`: the agent's requests are its calls."""
 
-    play: Callable[[_Play], Awaitable[object]]
+    play: Play
     config: AnyAgentConfig
 
     @property
@@ -90,7 +83,7 @@ class AgentProgram:
         try:
             # Copied: an agent that is played again must find its example as it was.
             inputs = copy.deepcopy(dict(example.inputs))
-            result = await self.play(_Play(inputs, server.url, key, credential, posted))
+            result = await self.play(inputs, server.url, key, credential, posted)
         except Exception as error:
             if recorder.failure is not None:
                 raise recorder.failure from error
@@ -207,21 +200,20 @@ def _turn_rewards(rewards: object, path: Sequence[Call], reward: float) -> tuple
     return reward, turns
 
 
-def _function(path: str) -> Callable[[_Play], Awaitable[object]]:
+def _function(path: str) -> Play:
     function = imported("task.agent", path)
     if not callable(function):
         raise ConfigError(f"task.agent: {path} is a {type(function).__name__}, expected a function")
     if (takes := refusing_signature(function, None, None, None)) is not None:
         raise ConfigError(f"task.agent: {path} takes {takes}, expected a function (example, base_url, api_key)")
 
-    async def play(attempt: _Play) -> object:
-        result: object = await in_own_loop(function, attempt.example, attempt.url, attempt.key)
-        return result
+    async def play(example: Mapping[str, Any], url: str, key: str, credential: str, posted: Sequence[object]) -> object:
+        return await in_own_loop(function, example, url, key)
 
     return play
 
 
-def _command(line: str, client_env: bool) -> Callable[[_Play], Awaitable[object]]:
+def _command(line: str, client_env: bool) -> Play:
     try:
         words = shlex.split(line)
     except ValueError as error:
@@ -229,18 +221,16 @@ def _command(line: str, client_env: bool) -> Callable[[_Play], Awaitable[object]
     if not words or shutil.which(words[0]) is None:
         raise ConfigError(f"task.command: got '{line}', and there is no executable program '{(words or [''])[0]}'")
 
-    async def play(attempt: _Play) -> object:
+    async def play(example: Mapping[str, Any], url: str, key: str, credential: str, posted: Sequence[object]) -> object:
         env = {name: value for name, value in os.environ.items() if not name.startswith(CLIENTS)}
-        env |= {"MMRL_BASE_URL": attempt.url, "MMRL_API_KEY": attempt.key, "MMRL_RESULT_KEY": attempt.credential}
+        env |= {"MMRL_BASE_URL": url, "MMRL_API_KEY": key, "MMRL_RESULT_KEY": credential}
         if client_env:
-            env |= {"OPENAI_BASE_URL": attempt.url, "OPENAI_API_KEY": attempt.key}
-            env |= {"ANTHROPIC_BASE_URL": attempt.url.removesuffix("/v1"), "ANTHROPIC_API_KEY": attempt.key}
-        command = [word.replace("{base_url}", attempt.url) for word in words]
-        output = await run_command(
-            command, json.dumps(attempt.example, ensure_ascii=False, default=str), env, attempt.key
-        )
-        if attempt.posted:
-            return attempt.posted[0]
+            env |= {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key}
+            env |= {"ANTHROPIC_BASE_URL": url.removesuffix("/v1"), "ANTHROPIC_API_KEY": key}
+        command = [word.replace("{base_url}", url) for word in words]
+        output = await run_command(command, json.dumps(example, ensure_ascii=False, default=str), env, key)
+        if posted:
+            return posted[0]
         lines = output.strip().splitlines()
         if not lines:
             raise CommandError("it ended without a result on stdout")
