@@ -14,16 +14,7 @@ from dataclasses import dataclass
 from mmrl.records import Call, Example
 from mmrl.tasks import metrics
 from mmrl.tasks.agents.tags import disarm, disarm_markers, final_query, has_word, last_block
-from mmrl.tasks.agents.turns import (
-    Addition,
-    ReasonerPrediction,
-    ReasonerTask,
-    TurnAgent,
-    Turns,
-    action_facts,
-    join_titles,
-    search_passages,
-)
+from mmrl.tasks.agents.turns import Addition, ReasonerPrediction, ReasonerTask, TurnAgent, Turns, action_facts
 from mmrl.tasks.base import Context, ModuleScore, Passage, Score
 from mmrl.tasks.prompts import QUESTION, Prompts, Template, Templates, document_template
 
@@ -84,9 +75,9 @@ class R1Searcher(TurnAgent):
             if len(queries) == self.searches:
                 return "searches"
             queries.append(query)
-            passages = await search_passages(ctx, example, query)
+            passages = await self.search(ctx, example, query)
             titles.extend(passage["title"] for passage in passages)
-            return Addition(self.documents(passages), join_titles(passages), result)
+            return self.found(self.documents(passages), passages, result)
 
         turns = await self.play(ctx, self.question(example.inputs["question"]), STOP, act)
         # of the sampled text alone: an `<answer>` pair in a document is not the policy's

@@ -17,7 +17,7 @@ from mmrl.tasks.agents.judge import JUDGE_SETS, score_by_judge
 from mmrl.tasks.agents.judge import TEMPLATES as JUDGE_TEMPLATES
 from mmrl.tasks.agents.rewards import SEARCH_TAGS, SearchTurn, merged_reward, search_reward
 from mmrl.tasks.agents.tags import disarm, first_pair
-from mmrl.tasks.agents.turns import Addition, TurnAgent, Turns, action_facts, join_titles, search_passages
+from mmrl.tasks.agents.turns import Addition, TurnAgent, Turns, action_facts
 from mmrl.tasks.base import Context, ModuleScore, Passage, Score
 from mmrl.tasks.mini.examples import mini_search
 from mmrl.tasks.open_qa import OpenQaTask
@@ -93,8 +93,8 @@ class SearchAgent(TurnAgent):
             if action == "none":
                 # Never cut: half of it would read as text of the model.
                 return Addition(self.prompts.text(MODULE, "correction"), "correction")
-            passages = await search_passages(ctx, example, content)
-            return Addition(self.documents(passages), join_titles(passages), information)
+            passages = await self.search(ctx, example, content)
+            return self.found(self.documents(passages), passages, information)
 
         turns = await self.play(ctx, self.question(example.inputs["question"]), STOP, act)
         executed = list(zip(actions, contents, strict=True))[: self.searches]
@@ -112,13 +112,7 @@ class SearchAgentTask(OpenQaTask):
     templates = TEMPLATES
     config: SearchAgentConfig
     reward_sets: tuple[str, ...] = ("outcome", "turn", "merged", *JUDGE_SETS, "gain")
-    failed_metrics: ClassVar[Mapping[str, float]] = {
-        "em": 0.0,
-        "f1": 0.0,
-        "format": 0.0,
-        "retrieval": 0.0,
-        "answered": 0.0,
-    }
+    failed_metrics: ClassVar[Mapping[str, float]] = dict.fromkeys(("em", "f1", "format", "retrieval", "answered"), 0.0)
 
     def make_program(self, prompts: Prompts) -> SearchAgent:
         """See `OpenQaTask.make_program`."""

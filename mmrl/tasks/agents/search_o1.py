@@ -11,16 +11,7 @@ from collections.abc import Sequence
 
 from mmrl.records import Call, Example
 from mmrl.tasks.agents.tags import disarm_markers, final_query
-from mmrl.tasks.agents.turns import (
-    Addition,
-    ReasonerPrediction,
-    ReasonerTask,
-    TurnAgent,
-    Turns,
-    action_facts,
-    join_titles,
-    search_passages,
-)
+from mmrl.tasks.agents.turns import Addition, ReasonerPrediction, ReasonerTask, TurnAgent, Turns, action_facts
 from mmrl.tasks.base import Context, ModuleScore, Passage
 from mmrl.tasks.prompts import QUESTION, Prompts, Template, Templates, document_template
 
@@ -108,10 +99,10 @@ class SearchO1(TurnAgent):
                 beyond.append(query)
                 return Addition(self.fixed("limit"), "limit", result)
             queries.append(query)
-            passages = await search_passages(ctx, example, query)
+            passages = await self.search(ctx, example, query)
             titles.extend(passage["title"] for passage in passages)
             text = await self._condensed(ctx, turns.context, query, passages)
-            return Addition(text, join_titles(passages), result)
+            return self.found(text, passages, result)
 
         turns = await self.play(ctx, self.question(example.inputs["question"]), (QUERY[1],), act)
         # The answer is looked for in what the reasoner wrote; the condenser also read what was inserted.

@@ -80,6 +80,15 @@ class TurnAgent(Program):
         """Return the first prompt."""
         return self.prompts.messages(self.modules[0], question=question, searches=self.searches)
 
+    async def search(self, ctx: Context, example: Example, query: str) -> list[Passage]:
+        """Search through `ctx`, so that a fork or a replay has the same documents again."""
+        passages: list[Passage] = await ctx.tool("search", queries=[query], corpus=example.inputs["corpus"])
+        return passages
+
+    def found(self, text: str, passages: Sequence[Passage], frame: Callable[[str], str]) -> Addition:
+        """Return what is added after a search; the titles found are the state in which the next turn begins."""
+        return Addition(text, "; ".join(passage["title"] for passage in passages), frame)
+
     async def play(
         self,
         ctx: Context,
@@ -138,17 +147,6 @@ class ReasonerTask(OpenQaTask):
         """See `OpenQaTask.search_metrics`."""
         searches = float(len(prediction["queries"]))
         return {"searches": searches, **gold_share("gold_retrieved", prediction["titles"], example)}
-
-
-async def search_passages(ctx: Context, example: Example, query: str) -> list[Passage]:
-    """Search through `ctx`, so that a fork or a replay has the same documents again."""
-    passages: list[Passage] = await ctx.tool("search", queries=[query], corpus=example.inputs["corpus"])
-    return passages
-
-
-def join_titles(passages: Sequence[Passage]) -> str:
-    """Return the state after a search: the titles found."""
-    return "; ".join(passage["title"] for passage in passages)
 
 
 def action_facts(action: str) -> ModuleScore:
