@@ -55,10 +55,6 @@ class Takes(Answerer):
     def forward(self, **fields):
         return self.answer(**fields)
 
-class Sized(Answerer):
-    def __init__(self, size: int):
-        super().__init__()
-
 def makes(question):
     return Answerer()
 
@@ -194,7 +190,6 @@ FUNCTION = "expected a function (record, prediction) -> number"
         ({"program": "own_program:WantsAsync"}, "task.inputs: got question, but WantsAsync.aforward takes (*, query)"),
         ({"inputs": ("question", "gold")}, "task.inputs: got question, gold, but Answerer.forward takes (question)"),
         ({"program": "own_program:makes"}, "task.program: own_program:makes() raised TypeError: makes() missing 1 req"),
-        ({"program": "own_program:Sized"}, "task.program: own_program:Sized() raised TypeError: Sized.__init__() miss"),
         (
             {"program": "own_program:asks", "modules": ("a",)},
             "task.program: own_program:asks takes (question), expected an async function (example, ctx)",
