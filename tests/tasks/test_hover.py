@@ -6,7 +6,6 @@ import random
 import pytest
 
 from mmrl.records import Example
-from mmrl.rollout.plans import fork_on
 from mmrl.tasks.dspy.built_in import drop_empty_queries
 from scripts.tiny_model.mini.questions import make_claims
 from scripts.tiny_model.mini.world import make_world
@@ -231,13 +230,6 @@ def test_a_corpus_without_the_gold_titles_is_labelled(of):
     rows = [claim(0), claim(1, titles=("A", "Z")), claim(2, titles=("Z",)), claim(3, titles=("C",))]
     task = make("hover", **of(*rows))
     assert task.describe()["partial corpus"] == "claims with all gold titles in it: dev 50.0%"
-
-
-@pytest.mark.parametrize(("module", "calls"), [("generate_query.predict", 1 + 2 * 5), ("append_notes.predict", 2 * 6)])
-def test_forks_at_each_module(module, calls):
-    task = make("hover")
-    forest = play(task, scripted([("None",) * 3]), task.examples("dev")[:1], fork_on(module, 2))
-    assert len(forest.calls) == calls and [r.error for r in forest.rollouts] == [None, None]
 
 
 def test_real_files(data_dir):
