@@ -176,17 +176,14 @@ class Recorder:
 
     def _extended(self, module: str, tools: str, messages: Sequence[Message]) -> _PastCall | None:
         """Return the longest earlier call that these messages extend; of equals, the newest."""
-        best: _PastCall | None = None
-        for past in self._history:
-            length = len(past.messages)
-            if (
-                length < len(messages)
-                and (best is None or length >= len(best.messages))
-                and (past.module, past.tools) == (module, tools)
-                and list(messages[:length]) == list(past.messages)
-            ):
-                best = past
-        return best
+        extended = (
+            past
+            for past in reversed(self._history)
+            if (past.module, past.tools) == (module, tools)
+            and len(past.messages) < len(messages)
+            and list(messages[: len(past.messages)]) == list(past.messages)
+        )
+        return max(extended, key=lambda past: len(past.messages), default=None)
 
     async def _call(
         self,
