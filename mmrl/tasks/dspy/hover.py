@@ -115,10 +115,9 @@ class HoverTask(DspyTask):
     def read(self, split: str) -> Sequence[Example]:
         """See `DspyTask.read`: the paper keeps one claim of each HotpotQA question."""
         key = f"task.data.{split}"
-        rows = self.rows(split)
         claims = []
         questions: list[str] = []
-        for row in rows:
+        for row in self.rows(split):
             claim = read_as(Claim, key, row)
             if self.config.claim_hops in (None, claim.num_hops):
                 metadata = {"titles": claim.supporting_facts, "hops": claim.num_hops, "label": str(claim.label)}

@@ -48,7 +48,7 @@ class Recorder:
         """The first failure of a call, which the agent may have swallowed."""
         self.calls = 0
         """Calls that were begun."""
-        self.counts: Counter[str] = Counter()
+        self.answered = 0
         """Requests that were answered by a rule."""
         self._ctx, self._config = ctx, config
         self._history: list[_PastCall] = []
@@ -118,10 +118,9 @@ class Recorder:
         messages = parsed.conversation()
         module = self._module(parsed.model, header, messages)
         if isinstance(module, CallRule):
-            self.counts[module.pattern] += 1
-            text = module.reply or ""
-            name = reply_id((), self.counts.total())
-            return Finished(id=name, answers=[Answer(text=text, finish="stop")], tokens=(0, 0))
+            self.answered += 1
+            answer = Answer(text=module.reply or "", finish="stop")
+            return Finished(id=reply_id((), self.answered), answers=[answer], tokens=(0, 0))
         self.calls += parsed.n
         if self.calls > self._config.max_calls:
             raise LimitFailure(f"the agent made more than task.max_calls={self._config.max_calls} calls")

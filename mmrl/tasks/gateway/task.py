@@ -101,7 +101,7 @@ class AgentProgram:
             json.dumps(result)
         except (TypeError, ValueError, RecursionError) as error:
             raise ProgramFailure(f"the agent's result is not JSON: {error}: {result!r:.100}") from None
-        return Outcome(result, sum(recorder.counts.values()))
+        return Outcome(result, recorder.answered)
 
     def description(self, prediction: Outcome) -> object:
         """See `mmrl.tasks.base.Described`."""
