@@ -93,25 +93,6 @@ class Private(dspy.Module):
         return dspy.Prediction(request=request, response=response)
 
 
-class Mail(dspy.Module):
-    """Four steps, one of which only some mails need."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.classify = dspy.ChainOfThought("subject, body -> kind, urgent: bool")
-        self.extract = dspy.ChainOfThought("body -> entities: list[str]")
-        self.plan = dspy.ChainOfThought("kind, entities: list[str] -> action")
-        self.summarise = dspy.ChainOfThought("subject, action -> summary")
-
-    def forward(self, subject: str, body: str) -> Any:
-        kind = self.classify(subject=subject, body=body)
-        entities = self.extract(body=body).entities
-        action = self.plan(kind=kind.kind, entities=entities).action if kind.urgent else "none"
-        return dspy.Prediction(
-            kind=kind.kind, action=action, summary=self.summarise(subject=subject, action=action).summary
-        )
-
-
 class InParallel(dspy.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -263,22 +244,6 @@ COMPOSED = [
         solved=lambda prediction: "Ada" not in prediction.request,
         calls={"redact.predict": 1, "respond": 1},
         says="the external model is a tool of the task (`use_tool_sync`)",
-    ),
-    Works(
-        name="Mail in four steps, one of them skipped at times",
-        # tutorials/email_extraction
-        make=Mail,
-        inputs={"subject": "Server", "body": "It is down."},
-        good=[
-            {**SO, "kind": "alarm", "urgent": True},
-            {**SO, "entities": ["server"]},
-            {**SO, "action": "restart"},
-            {**SO, "summary": "down"},
-        ],
-        bad=[{**SO, "kind": "spam", "urgent": False}, {**SO, "entities": []}, {**SO, "summary": "nothing"}],
-        solved=lambda prediction: prediction.action == "restart",
-        calls={"classify.predict": 1, "extract.predict": 1, "plan.predict": 1, "summarise.predict": 1},
-        bad_calls={"classify.predict": 1, "extract.predict": 1, "summarise.predict": 1},
     ),
     PARALLEL,
     # api/modules/Predict.md

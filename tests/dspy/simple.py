@@ -11,16 +11,10 @@ import dspy
 import pydantic
 from dspy.adapters.baml_adapter import BAMLAdapter
 
-from tests.dspy import Works
+from tests.dspy import Reply, Works
 
 SO = {"reasoning": "so"}
-
-
-class Feeling(dspy.Signature):
-    """Say which feeling a sentence shows."""
-
-    sentence: str = dspy.InputField()
-    feeling: Literal["joy", "fear", "anger"] = dspy.OutputField()
+BOTH: dict[str, Any] = {"evidence": {"three times": ["twice"]}}
 
 
 class Grounds(dspy.Signature):
@@ -37,6 +31,9 @@ class Person(pydantic.BaseModel):
     born: int | None = None
 
 
+ADA = Person(name="Ada", born=1815)
+
+
 class Urgency(enum.Enum):
     LOW = "low"
     HIGH = "high"
@@ -51,8 +48,7 @@ class Ticket(dspy.Signature):
     due: datetime.date = dspy.OutputField()
 
 
-class Options(pydantic.BaseModel):
-    options: list[str]
+TICKET = {"urgency": "high", "tags": ["help"], "due": "2026-01-02"}
 
 
 def with_demos() -> dspy.Module:
@@ -64,187 +60,117 @@ def with_demos() -> dspy.Module:
 HISTORY = dspy.History(messages=[{"question": "Capital of France?", "answer": "Paris"}])
 
 
-def simple(name: str, signature: Any, output: str, right: object, wrong: object, **more: Any) -> Works:
-    """A single predictor, right where its field `output` is `right`."""
-    rest = more.pop("rest", {})
-    kind, module = dspy.Predict, "self"
-    if more.pop("reasoned", False):
-        kind, module, rest = dspy.ChainOfThought, "predict", SO | rest
-    return Works(
-        **{
-            "name": name,
-            "make": lambda: kind(signature),
-            "good": [{**rest, output: right}],
-            "bad": [{**rest, output: wrong}],
-            "calls": {module: 1},
-            **more,
-        }
-    )
+def simple(name: str, signature: Any, good: Reply, bad: Reply, inputs: Any = None, **more: Any) -> Works:
+    """A single predictor with a right and a wrong reply; of its inputs those that are no text are given."""
+    texts = dict.fromkeys(dspy.ensure_signature(signature).input_fields, "a text")
+    usual = {"make": lambda: dspy.Predict(signature), "calls": {"self": 1}}
+    return Works(name=name, good=[good], bad=[bad], inputs=texts | (inputs or {}), **(usual | more))
+
+
+def of_type(field: str, kind: Any, signature: str = "question -> answer") -> Any:
+    return dspy.Signature(signature).with_updated_fields(field, type_=kind)
+
+
+def typed(name: str, kind: Any, right: object, wrong: object, **more: Any) -> Works:
+    """A predictor whose answer has a type."""
+    return simple(name, of_type("answer", kind), {"answer": right}, {"answer": wrong}, **more)
 
 
 SIMPLE = [
+    # learn/programming/signatures.md
     simple(
         "A predictor with a typed output (`sentence -> sentiment: bool`)",
-        # learn/programming/signatures.md
         "sentence -> sentiment: bool",
-        "sentiment",
-        True,
-        False,
-        inputs={"sentence": "A fine film."},
+        {"sentiment": True},
+        {"sentiment": False},
     ),
-    simple(
-        "A label out of a `Literal`",
-        # tutorials/classification
-        Feeling,
-        "feeling",
-        "joy",
-        "fear",
-        inputs={"sentence": "We won!"},
-        reasoned=True,
-    ),
+    # tutorials/classification
+    typed("A label out of a `Literal`", Literal["joy", "fear"], "joy", "fear"),
+    # learn/programming/signatures.md
     simple(
         "Summaries with `ChainOfThought`",
-        # learn/programming/signatures.md
         "document -> summary",
-        "summary",
-        "short",
-        "long and long",
-        inputs={"document": "A long text."},
-        reasoned=True,
+        {**SO, "summary": "short"},
+        {**SO, "summary": "long and long"},
+        make=lambda: dspy.ChainOfThought("document -> summary"),
+        calls={"predict": 1},
     ),
+    # learn/programming/signatures.md
     simple(
-        "A class signature with a mapping of lists",
-        # learn/programming/signatures.md
-        Grounds,
-        "faithful",
-        False,
-        True,
-        inputs={"context": "Lee scored twice.", "text": "Lee scored three times."},
-        rest={"evidence": {"three times": ["twice"]}},
+        "A class signature with a mapping of lists", Grounds, {**BOTH, "faithful": False}, {**BOTH, "faithful": True}
     ),
+    # learn/programming/signatures.md
     simple(
         "Several outputs, lists as inputs",
-        # learn/programming/signatures.md
         "question, choices: list[str] -> why: str, selection: int",
-        "selection",
-        1,
-        0,
-        inputs={"question": "Which is a fruit?", "choices": ["stone", "plum"]},
-        rest={"why": "it grows"},
+        {"why": "it grows", "selection": 1},
+        {"why": "it grows", "selection": 0},
+        {"choices": ["stone", "plum"]},
     ),
+    # learn/programming/signatures.md
     simple(
         "A pydantic model as output, read by the metric as an object (`pred.entity.born`)",
-        # learn/programming/signatures.md
-        dspy.Signature("text -> entity").with_updated_fields("entity", type_=Person),
-        "entity",
-        Person(name="Ada", born=1815),
-        Person(name="Ada"),
-        inputs={"text": "Ada, born 1815."},
+        of_type("entity", Person, "text -> entity"),
+        {"entity": ADA},
+        {"entity": Person(name="Ada")},
         solved=lambda prediction: prediction.entity.born == 1815,
     ),
-    simple(
-        "A list of pydantic models (extraction of people)",
-        # tutorials/entity_extraction
-        dspy.Signature("tokens: list[str] -> people").with_updated_fields("people", type_=list[Person]),
-        "people",
-        [Person(name="Ada")],
-        [],
-        inputs={"tokens": ["Ada", "sat"]},
-        reasoned=True,
-        solved=lambda prediction: [person.name for person in prediction.people] == ["Ada"],
-    ),
+    # tutorials/entity_extraction
+    typed("A list of pydantic models (extraction of people)", list[Person], [ADA], []),
+    # tests/adapters/test_chat_adapter.py
     simple(
         "`Enum`, `set` and `date` as outputs",
-        # tests/adapters/test_chat_adapter.py
         Ticket,
-        "urgency",
-        "high",
-        "low",
-        inputs={"message": "Help by Friday!"},
-        rest={"tags": ["help"], "due": "2026-01-02"},
+        TICKET,
+        {**TICKET, "urgency": "low"},
         solved=lambda p: p.urgency is Urgency.HIGH and p.tags == {"help"} and p.due.day == 2,
     ),
+    # tests/predict/test_predict.py
     simple(
         "A pydantic model as input",
-        # tests/predict/test_predict.py
-        dspy.Signature("offer, wish -> choice").with_updated_fields("offer", type_=Options),
-        "choice",
-        "tea",
-        "rain",
-        inputs={"offer": Options(options=["tea", "rain"]), "wish": "warm"},
+        of_type("guest", Person, "guest, wish -> choice"),
+        {"choice": "tea"},
+        {"choice": "rain"},
+        {"guest": ADA},
     ),
-    simple(
+    # api/primitives/Code.md
+    typed(
         "`dspy.Code` as output",
-        # api/primitives/Code.md
-        dspy.Signature("question -> code").with_updated_fields("code", type_=dspy.Code["python"]),
-        "code",
+        dspy.Code["python"],
         "```python\nprint(2)\n```",
         "```python\nprint(3)\n```",
-        inputs={"question": "Print two."},
-        solved=lambda prediction: "print(2)" in prediction.code.code,
+        solved=lambda prediction: "print(2)" in prediction.answer.code,
     ),
+    # api/primitives/Reasoning.md
     simple(
         "`dspy.Reasoning` as output",
-        # api/primitives/Reasoning.md
-        dspy.Signature("question -> thoughts, answer").with_updated_fields("thoughts", type_=dspy.Reasoning),
-        "answer",
-        "4",
-        "5",
-        inputs={"question": "2+2?"},
-        rest={"thoughts": "two and two"},
+        of_type("thoughts", dspy.Reasoning, "question -> thoughts, answer"),
+        {"thoughts": "two and two", "answer": "4"},
+        {"thoughts": "two and two", "answer": "5"},
         solved=lambda prediction: prediction.answer == "4" and "two" in prediction.thoughts,
     ),
-    simple(
-        "Demonstrations (`predictor.demos`)",
-        # learn/optimization/overview.md
-        "question -> answer",
-        "answer",
-        "6",
-        "7",
-        inputs={"question": "3+3?"},
-        make=with_demos,
-    ),
+    # learn/optimization/overview.md
+    typed("Demonstrations (`predictor.demos`)", str, "6", "7", make=with_demos),
+    # tutorials/conversation_history
     simple(
         "`dspy.History` of a conversation",
-        # tutorials/conversation_history
-        dspy.Signature("history, question -> answer").with_updated_fields("history", type_=dspy.History),
-        "answer",
-        "Rome",
-        "Oslo",
-        inputs={"history": HISTORY, "question": "And of Italy?"},
+        of_type("history", dspy.History, "history, question -> answer"),
+        {"answer": "Rome"},
+        {"answer": "Oslo"},
+        {"history": HISTORY},
     ),
-    simple(
-        "`JSONAdapter`",
-        # learn/programming/adapters.md
-        "question -> answer: int",
-        "answer",
-        4,
-        5,
-        inputs={"question": "2+2?"},
-        adapter=dspy.JSONAdapter(),
-    ),
+    # learn/programming/adapters.md
+    typed("`JSONAdapter`", int, 4, 5, adapter=dspy.JSONAdapter()),
+    # learn/programming/adapters.md
     simple(
         "`XMLAdapter`",
-        # learn/programming/adapters.md
         "question -> answer, unit",
-        "answer",
-        "4",
-        "5",
-        inputs={"question": "2+2?"},
-        rest={"unit": "apples"},
+        {"answer": "4", "unit": "apples"},
+        {"answer": "5", "unit": "apples"},
         adapter=dspy.XMLAdapter(),
     ),
-    simple(
-        "`BAMLAdapter`",
-        # tests/adapters/test_baml_adapter.py
-        dspy.Signature("text -> entity").with_updated_fields("entity", type_=Person),
-        "entity",
-        Person(name="Ada", born=1815),
-        Person(name="Bob"),
-        inputs={"text": "Ada, born 1815."},
-        solved=lambda prediction: prediction.entity.name == "Ada",
-        adapter=BAMLAdapter(),
-    ),
+    # tests/adapters/test_baml_adapter.py
+    typed("`BAMLAdapter`", Person, ADA, Person(name="Bob"), adapter=BAMLAdapter()),
 ]
 
 
