@@ -11,6 +11,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -70,7 +71,7 @@ Rollouts: TypeAlias = tuple[Forest, Mapping[str, float]]
 class Ahead(Generic[Batch]):
     """A batch that is sampled in a thread and an event loop of its own.
 
-    When they have ended, nothing of the batch is under way any more.
+    When `batch` is done, nothing of it is under way any more.
     """
 
     def __init__(self, work: Callable[[], Coroutine[object, object, Batch]]):
@@ -81,10 +82,6 @@ class Ahead(Generic[Batch]):
         # A daemon: a run that is being killed must not wait for a server that does not answer.
         self._thread = threading.Thread(target=self._run, args=(work,), name="mmrl-prefetch", daemon=True)
         self._thread.start()
-
-    def wait(self) -> None:
-        """Return when nothing of it is being sampled."""
-        self._thread.join()
 
     def close(self) -> None:
         """Cancel it; may be called twice."""
@@ -133,9 +130,7 @@ class Prefetch(Generic[Batch]):
 
     def wait(self, step: int | None = None) -> None:
         """Return when the batch of a step is there; None: all of them."""
-        for number in self.steps if step is None else [step]:
-            if number in self._under_way:
-                self._under_way[number].wait()
+        futures.wait(self._batches.values() if step is None else [self._batches[step]])
 
     def sampled(self) -> dict[int, Batch]:
         """Return the batches by step, once all are there, up to the first that could not be sampled."""

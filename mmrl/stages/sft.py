@@ -11,7 +11,6 @@ before anything is trained, so that a stage that was killed samples none of them
 from __future__ import annotations
 
 import asyncio
-import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -243,17 +242,9 @@ def tokens_of(call: Call) -> int:
 
 
 def order(calls: Sequence[Call], mix: Mapping[str, float], seed: int) -> Iterator[int]:
-    """Yield indices into `calls` without end: one pass after the other (`passes`), each in a new order.
+    """Yield indices into `calls` without end: one pass after the other, each in a new order.
 
     A step may take the end of a pass and the start of the next: all steps are of one size, and no call is left out.
-    """
-    for rows, draws in passes(calls, mix, seed):
-        draws.shuffle(rows)
-        yield from rows
-
-
-def passes(calls: Sequence[Call], mix: Mapping[str, float], seed: int) -> Iterator[tuple[list[int], random.Random]]:
-    """Yield each pass's indices into `calls`, in their order, and its source of draws; passes never end.
 
     Args:
         mix: module -> how often a pass has each of its calls, relative to 1 for modules not named; rounded up or down
@@ -266,7 +257,8 @@ def passes(calls: Sequence[Call], mix: Mapping[str, float], seed: int) -> Iterat
         for index, call in enumerate(calls):
             share = mix.get(call.module, 1.0)
             rows += [index] * (int(share) + (draws.random() < share - int(share)))
-        yield rows, draws
+        draws.shuffle(rows)
+        yield from rows
 
 
 def step_batch(step: int, calls: Sequence[Call]) -> StepBatch:

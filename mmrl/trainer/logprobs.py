@@ -141,15 +141,10 @@ def _score_in_chunks(
         states.append(rows.detach())
         size = max(1, CHUNK // int(head.weight.shape[0]))  # type: ignore[index]
         # A single chunk keeps its logits for the backward pass, which is faster than computing them again.
-        if len(rows) <= size or not torch.is_grad_enabled():
-            parts = [
-                measure(part, ids, []) for part, ids in zip(rows.split(size), pack.targets.split(size), strict=True)
-            ]
-        else:
-            parts = [
-                checkpoint(measure, part, ids, [], use_reentrant=False, preserve_rng_state=False)
-                for part, ids in zip(rows.split(size), pack.targets.split(size), strict=True)
-            ]
+        run: Callable[..., torch.Tensor] = measure
+        if len(rows) > size and torch.is_grad_enabled():
+            run = functools.partial(checkpoint, measure, use_reentrant=False, preserve_rng_state=False)
+        parts = [run(part, ids, []) for part, ids in zip(rows.split(size), pack.targets.split(size), strict=True)]
         # Not a view of the parts: FSDP2 hangs its hooks on what the head returns.
         return torch.cat([part[None] for part in parts], dim=1)
 

@@ -93,10 +93,6 @@ class Correction:
     truncated: torch.Tensor
     """True where the cap is below the plain weight, (E,) bool."""
 
-    def select(self, index: torch.Tensor) -> Correction:
-        """Select the weights of the tokens `index`."""
-        return Correction(self.weights[index], self.truncated[index])
-
 
 def truncated_weights(before: torch.Tensor, sampled: torch.Tensor, cap: float) -> Correction:
     """Compute min(exp(before - sampled), cap) per token: truncated importance sampling (Ionides, 2008).
@@ -106,8 +102,8 @@ def truncated_weights(before: torch.Tensor, sampled: torch.Tensor, cap: float) -
     one token can weigh.
 
     Args:
-        before: the trainer's log-probabilities before the first update of the step, (N,).
-        sampled: the sampler's, (N,); NaN where they are not known.
+        before: the trainer's log-probabilities before the first update of the step, (E,).
+        sampled: the sampler's, (E,); NaN where they are not known.
     """
     # A weight, not a part of the ratio: the gradient must not flow through it, and clipping must not see it.
     with torch.no_grad():

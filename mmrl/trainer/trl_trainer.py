@@ -30,7 +30,7 @@ from mmrl.trainer import checkpoint, sharding
 from mmrl.trainer.adapters import Adapters, in_fixed_order
 from mmrl.trainer.critic import Critic, trained_in_float32
 from mmrl.trainer.forwards import Forwards, module_names
-from mmrl.trainer.objective import Correction, StepBatch, token_loss, truncated_weights
+from mmrl.trainer.objective import StepBatch, token_loss, truncated_weights
 from mmrl.trainer.packing import Pack, choose_packing, token_budget
 from mmrl.trainer.selfcheck import check_tries
 from mmrl.trainer.settings import Settings, no_reward, one_device
@@ -277,10 +277,8 @@ class MmrlTrainer(GRPOTrainer):
             self._add_gap(pack, scores.logprobs)
         index = pack.entry_index  # (E,) into the pack's N scored positions
         old = pack.old_logprobs(scores.logprobs.detach(), train.old_logprobs == "recompute")  # (N,)
-        correction: Correction | None = None
-        if train.tis is not None:
-            # Against the weights at the step's start, which in a step of one update are those of now.
-            correction = truncated_weights(old, pack.sampled, train.tis).select(index)
+        # Against the weights at the step's start, which in a step of one update are those of now.
+        correction = None if train.tis is None else truncated_weights(old[index], pack.sampled[index], train.tis)
         result = token_loss(
             scores.logprobs[index],
             old[index],

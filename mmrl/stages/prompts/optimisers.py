@@ -12,7 +12,7 @@ from typing import Any
 
 import dspy
 from dspy.propose import GroundedProposer
-from dspy.teleprompt import BootstrapFewShotWithRandomSearch, MIPROv2
+from dspy.teleprompt import BootstrapFewShotWithRandomSearch, MIPROv2, Teleprompter
 from dspy.teleprompt.gepa.gepa import GEPA
 from dspy.teleprompt.gepa.instruction_proposal import InstructionProposer
 from dspy.teleprompt.mipro_optimizer_v2 import BOOTSTRAPPED_FEWSHOT_EXAMPLES_IN_CONTEXT
@@ -97,6 +97,12 @@ def _options(algo: PromptConfig, names: str) -> dict[str, Any]:
     return {name: getattr(algo, name) for name in names.split()}
 
 
+def _compiled(optimiser: Teleprompter, bench: Bench, **options: Any) -> dspy.Module:
+    module = bench.rollouts.student.module
+    program: dspy.Module = optimiser.compile(module, trainset=bench.train, valset=bench.validation, **options)
+    return program
+
+
 def _miprov2(algo: Miprov2Config, bench: Bench) -> dspy.Module:
     optimiser = _Mipro(
         bench,
@@ -112,15 +118,13 @@ def _miprov2(algo: Miprov2Config, bench: Bench) -> dspy.Module:
     if algo.num_instruct_candidates is not None:
         # DSPy has it as an attribute alone, which its constructor sets to the number of all candidates.
         optimiser.num_instruct_candidates = algo.num_instruct_candidates
-    program: dspy.Module = optimiser.compile(
-        bench.rollouts.student.module,
-        trainset=bench.train,
-        valset=bench.validation,
+    return _compiled(
+        optimiser,
+        bench,
         minibatch=algo.minibatch_of(len(bench.validation)) is not None,
         **_options(algo, "num_trials minibatch_size minibatch_full_eval_steps"),
         **_options(algo, "program_aware_proposer data_aware_proposer tip_aware_proposer fewshot_aware_proposer"),
     )
-    return program
 
 
 def _bootstrap_fewshot(algo: BootstrapFewshotConfig, bench: Bench) -> dspy.Module:
@@ -130,10 +134,7 @@ def _bootstrap_fewshot(algo: BootstrapFewshotConfig, bench: Bench) -> dspy.Modul
         num_threads=THREADS,
         **_options(algo, "max_bootstrapped_demos max_rounds num_candidate_programs metric_threshold"),
     )
-    program: dspy.Module = optimiser.compile(
-        bench.rollouts.student.module, trainset=bench.train, valset=bench.validation
-    )
-    return program
+    return _compiled(optimiser, bench)
 
 
 def _gepa(algo: GepaConfig, bench: Bench) -> dspy.Module:
@@ -159,17 +160,14 @@ def _gepa(algo: GepaConfig, bench: Bench) -> dspy.Module:
         **_options(algo, "candidate_selection_strategy skip_perfect_score"),
         **_options(algo, "use_merge max_merge_invocations perfect_score"),
     )
-    program: dspy.Module = optimiser.compile(
-        bench.rollouts.student.module, trainset=bench.train, valset=bench.validation
-    )
-    return program
+    return _compiled(optimiser, bench)
 
 
 LONGEST = 1000
 """Characters of one value in the feedback of a rollout."""
 
 
-def with_feedback(example: dspy.Example, prediction: Played, trace: object = None) -> dspy.Prediction:
+def with_feedback(example: dspy.Example, prediction: Played) -> dspy.Prediction:
     """Return the reward of a rollout and, in words, its failure, metrics, parts of the reward and labels."""
     result = prediction.rollout_result
     lines = [f"The reward is {result['score']:g}."]
