@@ -15,7 +15,7 @@ from mmrl.records import Forest, caught
 from tests.helpers.forests import MODULES, Grow, advantage, chains, numbers, with_unread
 from tests.helpers.forests import credit as credit_by
 
-RANDOM = settings(max_examples=80, deadline=None)
+RANDOM = settings(max_examples=80)
 
 
 credit = partial(credit_by, name="mmgrpo")
@@ -77,38 +77,14 @@ def test_worked_example_truncate():
     assert found["q:A:1"][2] == pytest.approx([0.577300, -1.154601, 0.577300], abs=1e-6)
 
 
-def test_a_failure_alone_past_the_cut_is_not_trained():
-    grow = Grow(("A",))
-    path(grow, "r0", ["A", "a"], 1.0)
-    path(grow, "r1", ["A"], 0.0)
-    result = credit(grow.forest, padding_mode="truncate", group_size=2, rollouts=2)
-    (alone,) = (entry for entry in result.entries if entry.group == "q:A:1")
-    assert (alone.call, alone.reward, alone.weights) == ("q/r0#1", -1.0, (0.0,))
-    assert result.metrics["credit/groups_of_one"] == 1.0 and sum(sum(e.weights) for e in result.entries) == 0.5
-
-
-def test_a_rollout_whose_calls_of_a_module_all_failed_is_filled_with_them():
-    grow = Grow(("A", "B"))
-    path(grow, "r0", ["a", "a1", "B"], 1.0)
-    path(grow, "r1", ["A", "A", "A"], 0.0)
-    found = shown(credit(grow.forest, filler="max"))
-    assert found["q:A:2"][:2] == (["r0#1*", "r1#2"], [-0.5, 0])
-    truncated = shown(credit(grow.forest, padding_mode="truncate"))
-    assert truncated["q:A:0"][0] == ["r0#0", "r1#0"] and truncated["q:A:2"][0] == ["r1#2"], "it has no list to cut to"
-
-
 def test_what_ended_the_rollout_and_what_was_caught_before():
     """`parse` after a caught failure: of the rollout only its failures are trained, each where it stood."""
     grow = Grow(("A", "B"))
     path(grow, "r0", ["A", "a1", "A", "B", "a"], 0.0, error="parse")
     path(grow, "r1", ["A", "A", "A", "A"], 1.0)
     found = shown(credit(grow.forest, padding_mode="ragged"))
-    assert {group: calls for group, (calls, *_) in found.items()} == {
-        "q:A:0": ["r1#0"],
-        "q:A:1": ["r0#1", "r1#1"],
-        "q:A:2": ["r1#2"],
-        "q:A:3": ["r0#4", "r1#3"],
-    }
+    calls = [found[f"q:A:{k}"][0] for k in range(len(found))]
+    assert calls == [["r1#0"], ["r0#1", "r1#1"], ["r1#2"], ["r0#4", "r1#3"]]
     assert (found["q:A:1"][1], found["q:A:3"][1]) == ([-0.5, 1], [-1, 1])
     every = credit(grow.forest, padding_mode="ragged", failing_traces="trajectory")
     rewards = {entry.call: entry.reward for entry in every.entries if entry.call.startswith("q/r0")}

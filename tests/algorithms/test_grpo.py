@@ -116,28 +116,22 @@ def test_a_turn_without_a_reward_has_no_advantage_of_its_own():
 
 def test_a_single_rollout_counts_in_b_even_where_flat_examples_are_dropped():
     for name in ("grpo", "mt_grpo"):
-        assert by_call(credit(singles((1.0,), (1.0, 0.0)), name, zero_variance="drop"))["q1/0"].weights == (
-            0.125,
-            0.125,
-        )
+        entries = by_call(credit(singles((1.0,), (1.0, 0.0)), name, zero_variance="drop"))
+        assert entries["q1/0"].weights == (0.125, 0.125)
 
 
 def test_the_share_of_examples_in_which_a_turn_tells_nothing():
-    """Turn 0: 0.5 and 0.5 on q, 0.2 and 0.7 on r, so one example of two; turn 1: 0.1 and 0.3 on q alone."""
+    """Turn 0: 0.5 and 0.5 on q, 0.2 and 0.7 on r, so one example of two; turn 1: 0.1 and 0.3 on q alone.
+
+    The one rollout of s is compared with nobody.
+    """
     grow = Grow(("agent",))
-    for name, rewards in {"q/0": (0.5, 0.1), "q/1": (0.5, 0.3), "r/0": (0.2,), "r/1": (0.7,)}.items():
+    turn_rewards = {"q/0": (0.5, 0.1), "q/1": (0.5, 0.3), "r/0": (0.2,), "r/1": (0.7,), "s/0": (0.4,)}
+    for name, rewards in turn_rewards.items():
         leaf = None
-        for number, turn in enumerate(rewards):
-            leaf = grow.call(
-                f"{name}{number}", leaf, "agent", 2, observation_tokens=2, turn_reward=turn, example=name[0]
-            )
-        grow.end(grow.call(f"{name}a", leaf, "agent", 2, example=name[0]), float(name[-1]), id=name)
+        for number, turn in enumerate((*rewards, None)):
+            leaf = grow.call(f"{name}{number}", leaf, "agent", turn_reward=turn)
+        grow.end(leaf, float(name[-1]), id=name)
     metrics = credit(grow.forest, "mt_grpo_variable").metrics
     shares = {key: value for key, value in metrics.items() if key.startswith("turn/")}
     assert shares == {"turn/0/zero_variance_share": 0.5, "turn/1/zero_variance_share": 0.0}
-    grow.end(
-        grow.call("s/0a", grow.call("s/00", None, "agent", 2, turn_reward=0.4, example="s"), "agent", 2, example="s"),
-        1.0,
-    )
-    alone = credit(grow.forest, "mt_grpo_variable").metrics
-    assert alone["turn/0/zero_variance_share"] == 0.5, "one rollout is compared with nobody"

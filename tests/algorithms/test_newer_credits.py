@@ -16,7 +16,7 @@ from mmrl.records import Example
 from mmrl.stages.information_gain import gold_problems, with_gains
 from tests.helpers.forests import Grow, advantage, by_call, chains, credit, documented, forked, numbers, singles, turns
 
-LAW = settings(max_examples=60, deadline=None)
+LAW = settings(max_examples=60)
 TREES = st.one_of(forked(sampler="is"), forked(sampler="os"))
 
 

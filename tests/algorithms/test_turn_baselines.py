@@ -113,7 +113,7 @@ def slow(forest, *, alpha, turn_coef, scale, loo, eps=1e-6, ddof=1):
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     chains(turn_rewards=st.one_of(numbers, st.none())),
     st.sampled_from([1.0, 0.9, 0.0]),
@@ -128,7 +128,7 @@ def test_absorb_is_its_definition(forest, alpha, turn_coef, scale, loo):
     assert {name: entry.advantages[0] for name, entry in entries.items()} == pytest.approx(expected, abs=TOLERANCE)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(chains(modules=("a", "b", "c"), linear=True, turn_rewards=numbers), st.booleans())
 def test_with_equal_lengths_and_all_rewards_present_absorb_is_zero(forest, scale):
     absorb, zero = (credit(forest, scale=scale, missing_turn=missing) for missing in ("absorb", "zero"))

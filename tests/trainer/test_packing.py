@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections import Counter
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mmrl.trainer.objective import TrainCall
@@ -42,7 +42,6 @@ def entry_tokens(packs: list[Pack]) -> Counter[tuple[int, float, float]]:
     )
 
 
-@settings(deadline=None)
 @given(calls(), st.integers(1, 60), st.sampled_from([0.0, 0.1]))
 def test_every_active_token_enters_once_per_entry_whatever_the_budget(
     calls: list[TrainCall], budget: int, beta: float
@@ -60,7 +59,6 @@ def test_every_active_token_enters_once_per_entry_whatever_the_budget(
     assert all(pack.forwarded <= budget or pack.input_ids.shape[0] == 1 for pack in packs)
 
 
-@settings(deadline=None)
 @given(calls(), st.integers(1, 60))
 def test_a_token_is_scored_once_at_the_position_before_it(calls: list[TrainCall], budget: int) -> None:
     """However many entries it has."""

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
     AttentionInterface,
@@ -59,7 +59,6 @@ def masked(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: Pr
     )
 
 
-@settings(deadline=None)
 @given(sequences(), st.integers(1, 3), st.integers(1, 3), st.sampled_from([(384, 256), (0, 1), (0, 5), (14, 3)]))
 def test_equals_one_masked_call(rows: list[tuple[int, ...]], heads: int, groups: int, cut: tuple[int, int]) -> None:
     # Repeated beginnings, so that there is something to share.
@@ -112,7 +111,6 @@ class Layer(torch.nn.Module):
         self.config = LlamaConfig(num_hidden_layers=3)
 
 
-@settings(deadline=None)
 @given(sequences(), st.sampled_from([(384, 256), (0, 2), (9, 3)]), st.data())
 def test_the_last_layer_attends_for_tokens_that_are_read(
     rows: list[tuple[int, ...]], cut: tuple[int, int], data: st.DataObject

@@ -5,7 +5,7 @@ from itertools import pairwise
 from unittest.mock import patch
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mmrl.trainer import tries
@@ -33,7 +33,6 @@ def free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tries, "NODE_COST", 0)
 
 
-@settings(deadline=None)
 @given(sequences(), st.integers(1, 40), st.integers(1, 3), st.booleans())
 def test_every_row_lies_on_a_path_of_one_pack(
     rows: list[tuple[int, ...]], budget: int, share: int, sharing: bool
@@ -55,7 +54,6 @@ def test_every_row_lies_on_a_path_of_one_pack(
         assert sorted(seen) == list(range(len(rows)))
 
 
-@settings(deadline=None)
 @given(rows=sequences())
 def test_each_distinct_prefix_is_forwarded_once(rows: list[tuple[int, ...]]) -> None:
     with patch.multiple(tries, MERGE_COST=0.0, NODE_COST=0):
@@ -63,7 +61,6 @@ def test_each_distinct_prefix_is_forwarded_once(rows: list[tuple[int, ...]]) -> 
     assert len(layout.ids) == len({row[: n + 1] for row in rows for n in range(len(row))})
 
 
-@settings(deadline=None)
 @given(sequences(), st.integers(1, 40), st.randoms(use_true_random=False))
 def test_the_order_of_rows_does_not_matter(rows: list[tuple[int, ...]], budget: int, dice: random.Random) -> None:
     other = dice.sample(rows, len(rows))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmrl.config import LoraConfig
@@ -79,7 +79,7 @@ def forests(draw: st.DrawFn) -> list[TrainCall]:
 
 @pytest.mark.parametrize("always", [True, False])
 def test_law_10_tries_equal_padded_rows(always: bool, trainer: MmrlTrainer) -> None:
-    @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=40)
     @given(forests(), st.integers(8, 400), st.randoms(use_true_random=False))
     def check(calls: list[TrainCall], budget: int, dice: random.Random) -> None:
         trainer.forwards.tries = False
