@@ -43,6 +43,18 @@ def run(tmp_path, task=None, answer=seeded_letter, chunk=3, settings=SETTINGS, m
     return items, engine
 
 
+def failing(when=lambda call: True, error=ToolFailure, message="down"):
+    """A task whose tool fails at some of its calls."""
+    calls = itertools.count()
+
+    def echo(text):
+        if when(next(calls)):
+            raise error(message)
+        return text
+
+    return FakeTask(Chain(), tools={"echo": echo})
+
+
 def test_results_do_not_depend_on_the_chunks(monkeypatch):
     assert run(None, chunk=1, monkeypatch=monkeypatch)[0] == run(None, chunk=8, monkeypatch=monkeypatch)[0]
 
@@ -69,10 +81,7 @@ def test_items_are_means_over_samples_and_the_interval_holds_the_mean(monkeypatc
 
 
 def test_failed_rollouts_score_zero_and_are_counted(monkeypatch):
-    def broken(text):
-        raise ToolFailure("\x1b[2J down\n")
-
-    items, _ = run(None, FakeTask(Chain(), tools={"echo": broken}), settings=TOLERANT, monkeypatch=monkeypatch)
+    items, _ = run(None, failing(message="\x1b[2J down\n"), settings=TOLERANT, monkeypatch=monkeypatch)
     metrics = evaluation_metrics(items, SETTINGS, 0)
     assert metrics["reward"] == metrics["score"] == metrics["score_high"] == 0, "the main metric is there all the same"
     assert (metrics["failed_share"], metrics["model_failed"]) == (1, 0)
@@ -84,21 +93,11 @@ def test_failed_rollouts_score_zero_and_are_counted(monkeypatch):
 
 
 def test_an_evaluation_of_which_too_much_failed_stops_and_has_no_scores(tmp_path, monkeypatch):
-    calls = itertools.count()
-
-    def sometimes(text):
-        if next(calls) % 8 == 0:
-            raise ToolFailure("down")
-        return text
-
-    def broken(text):
-        raise ToolFailure("down")
-
-    half = FakeTask(Chain(), tools={"echo": sometimes})
+    half = failing(lambda call: call % 8 == 0)
     items, _ = run(tmp_path, half, monkeypatch=monkeypatch, settings=EvalConfig(max_failed_share=0.5, samples=2))
     assert len(items) == 8 and not too_many_failed(items, EvalConfig(max_failed_share=0.5))
     assert 0 < sum(item["failed_share"] for item in items) <= 4, "and the others have scores"
-    items, _ = run(None, FakeTask(Chain(), tools={"echo": broken}), monkeypatch=monkeypatch)
+    items, _ = run(None, failing(), monkeypatch=monkeypatch)
     assert len(items) == 3, "one chunk shows what is broken"
     said = too_many_failed(items, SETTINGS)
     assert said.startswith(
@@ -109,23 +108,11 @@ def test_an_evaluation_of_which_too_much_failed_stops_and_has_no_scores(tmp_path
     assert (kept["failed_share"], kept["n"]) == (1, 3)
 
 
-class Quiet:
-    """Stands for progress and trackers."""
-
-    def __init__(self):
-        self.said = []
-
-    def note(self, text):
-        self.said.append(text)
-
-    def status(self, text):
-        pass
-
-    def log(self, step, metrics):
-        pass
-
-    def evaluation(self, step, split, metrics):
-        self.said.append((step, split, metrics["n"]))
+def quiet_progress():
+    """Stands for progress and trackers; keeps what is noted."""
+    said = []
+    silent = dict.fromkeys(("status", "log", "evaluation"), lambda *_: None)
+    return SimpleNamespace(said=said, note=said.append, **silent)
 
 
 def evaluations(rundir, task, engine, quiet, examples, settings=SETTINGS):
@@ -142,14 +129,8 @@ def evaluations(rundir, task, engine, quiet, examples, settings=SETTINGS):
 
 def test_the_evaluations_of_a_run_go_without_scores_where_too_much_failed_and_the_last_is_made_again(tmp_path):
     down = [False]
-
-    def tool(text):
-        if down[0]:
-            raise ToolFailure("down")
-        return text
-
-    task, engine = FakeTask(Chain(), tools={"echo": tool}), FakeEngine(seeded_letter)
-    quiet = Quiet()
+    task, engine = failing(lambda call: down[0]), FakeEngine(seeded_letter)
+    quiet = quiet_progress()
     with RunDir.create(tmp_path / "run", {"algo": {}}, []) as rundir:
         run = evaluations(rundir, task, engine, quiet, task.examples("dev"))
         down[0] = True
@@ -173,10 +154,7 @@ def test_the_evaluations_of_a_run_go_without_scores_where_too_much_failed_and_th
 
 
 def test_rollouts_that_the_model_spoilt_are_counted_apart(monkeypatch):
-    def spoilt(text):
-        raise ParseFailure("no field")
-
-    items, _ = run(None, FakeTask(Chain(), tools={"echo": spoilt}), monkeypatch=monkeypatch)
+    items, _ = run(None, failing(error=ParseFailure), monkeypatch=monkeypatch)
     metrics = evaluation_metrics(items, SETTINGS, 0)
     assert (metrics["failed_share"], metrics["model_failed"]) == (0, 16)
     assert infrastructure_failures(items) == ""
@@ -186,14 +164,7 @@ def test_items_that_failed_from_outside_can_be_evaluated_again(tmp_path, monkeyp
     whole, _ = run(tmp_path, monkeypatch=monkeypatch)
     path = tmp_path / "items.jsonl"
     path.unlink()
-    calls = itertools.count()
-
-    def sometimes(text):
-        if next(calls) == 5:
-            raise ToolFailure("down")
-        return text
-
-    broken, _ = run(tmp_path, FakeTask(Chain(), tools={"echo": sometimes}), monkeypatch=monkeypatch)
+    broken, _ = run(tmp_path, failing(lambda call: call == 5), monkeypatch=monkeypatch)
     assert sum(item["failed_share"] > 0 for item in broken) == 1
     assert drop_failed(path) == 1
     again, engine = run(tmp_path, monkeypatch=monkeypatch)
@@ -203,14 +174,7 @@ def test_items_that_failed_from_outside_can_be_evaluated_again(tmp_path, monkeyp
 
 
 def test_a_task_says_what_a_failed_rollout_counts_in_its_official_metrics(monkeypatch):
-    calls = itertools.count()
-
-    def sometimes(text):
-        if next(calls) % 3 == 0:
-            raise ToolFailure("down")
-        return text
-
-    task = FakeTask(Chain(), tools={"echo": sometimes})
+    task = failing(lambda call: call % 3 == 0)
     task.failed_metrics = {"score": 0.0, "leakage": 1.0}
     items, _ = run(None, task, monkeypatch=monkeypatch)
     assert {len(item["errors"]) for item in items} > {1}

@@ -9,7 +9,7 @@ from mmrl.report.rundir import RunDir
 from mmrl.rollout.plans import fork_on
 from tests.config.effects.training import collector_of, config_of
 from tests.helpers.programs import Chain, FakeEngine, FakeTask, seeded_letter
-from tests.stages.test_evaluate import Quiet, evaluations
+from tests.stages.test_evaluate import evaluations, quiet_progress
 
 
 class Sometimes(Chain):
@@ -56,12 +56,12 @@ def test_healthy_rollouts_and_failures_of_the_model_print_nothing(collector):
 
 
 def test_an_evaluation_prints_it_too(tmp_path, monkeypatch):
-    task, quiet = FakeTask(Sometimes({"q1"})), Quiet()
+    task, quiet = FakeTask(Sometimes({"q1"})), quiet_progress()
     settings = EvalConfig(max_failed_share=1.0, samples=2, temperature=1.0)
     with RunDir.create(tmp_path / "run", {"algo": {}}, []) as rundir:
         run = evaluations(rundir, task, FakeEngine(seeded_letter), quiet, task.examples("train")[:2], settings)
         metrics = run.metrics(0)
-    (note,) = [text for text in quiet.said if isinstance(text, str)]
+    (note,) = quiet.said
     assert note.startswith("evaluation on dev at step 0: 50% of the rollouts") and PLACE in note
     assert metrics["eval/dev/failed/program"] == 0.5
 
