@@ -21,7 +21,7 @@ from mmrl.config.algo import MhgpoConfig, MhgpoFofOsConfig, MhgpoRrConfig
 from mmrl.credit.backward import backward
 from mmrl.credit.entries import Credit, Entry, Group, Reward
 from mmrl.credit.groups import compare
-from mmrl.credit.slots import ForkView, by_chunks, by_fork, by_parent, by_slot, weigh_slots
+from mmrl.credit.slots import ForkView, by_chunks, by_fork, by_slot, weigh_slots
 from mmrl.records import Call, Forest
 from mmrl.rollout import plans
 
@@ -119,7 +119,7 @@ class MhgpoFofOs(Mhgpo):
     def groups(self, forest: Forest, rewards: Mapping[str, Reward], algo: MhgpoConfig, seed: int) -> list[Group]:
         """Group all G² terminal calls of an example, or G per branch (`os_group`)."""
         per_branch = MhgpoFofOsConfig.narrow(algo).os_group == "parent"
-        return by_parent(forest, rewards, forest.modules[-1]) if per_branch else by_slot(forest, rewards)
+        return by_slot(forest, rewards, oversampled=forest.modules[-1] if per_branch else None)
 
 
 def _left_out(call: Call, reward: Reward) -> Entry:

@@ -16,7 +16,7 @@ differ (docs/algorithms.md).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 
 from mmrl import rng
@@ -61,14 +61,6 @@ Invocations = dict[int, Member]
 """A rollout's members for a module, by invocation."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Trace:
-    """The calls of one rollout that may be trained, with their rewards."""
-
-    rollout: str
-    members: tuple[Member, ...]
-
-
 def module_groups(forest: Forest, algo: MmgrpoConfig, seed: int) -> list[Group]:
     """Return the groups (example, module, k) of a forest, ordered by module, then example, then k.
 
@@ -80,7 +72,7 @@ def module_groups(forest: Forest, algo: MmgrpoConfig, seed: int) -> list[Group]:
     for rollout in forest.rollouts:
         planned[rollout.example] = planned.get(rollout.example, 0) + 1
     traces = {
-        example: [trace for rollout in rollouts if (trace := _trace(rollout, algo)).members]
+        example: {scored.rollout.id: members for scored in rollouts if (members := _trace(scored, algo))}
         for example, rollouts in by_example(forest).items()
     }
     groups = []
@@ -97,13 +89,6 @@ def module_groups(forest: Forest, algo: MmgrpoConfig, seed: int) -> list[Group]:
                 if members:
                     groups.append(Group(slot_id(example, module, k), tuple(members)))
     return groups
-
-
-def failing_reward(call: Call, algo: MmgrpoConfig) -> float:
-    """Return the reward of a call that could not be parsed: between the two scores, by the share of fields present."""
-    # A partial reply is better than none, so that there is a way up for a model that never parses.
-    share = call.present_fields / call.expected_fields if call.expected_fields else 0.0
-    return algo.format_failure_score + (algo.format_failure_best - algo.format_failure_score) * share
 
 
 def is_overlong(call: Call, algo: MmgrpoConfig) -> bool:
@@ -134,11 +119,11 @@ def cyclic(members: Sequence[Member], size: int) -> list[Member]:
     return [*members, *copies]
 
 
-def _trace(scored: ScoredRollout, algo: MmgrpoConfig) -> _Trace:
+def _trace(scored: ScoredRollout, algo: MmgrpoConfig) -> list[Member]:
     """Select the calls of a rollout that are trained, with their rewards (docs/algorithms.md, mmGRPO)."""
     calls = scored.path
     if algo.overlong == "trajectory" and any(is_overlong(call, algo) for call in calls):
-        return _Trace(scored.rollout.id, ())
+        return []
     failing, went_on = [call for call in calls if not call.ok], caught(scored.rollout, calls)
     reward = scored.outcome
     # A rollout that ended because of a call that could not be parsed teaches the format and nothing else: its other
@@ -146,24 +131,24 @@ def _trace(scored: ScoredRollout, algo: MmgrpoConfig) -> _Trace:
     if failing and scored.rollout.error == ParseFailure.kind:
         reward = _format(failing[-1], algo)
         calls = calls if algo.failing_traces == "trajectory" else tuple(failing)
-    return _Trace(
-        scored.rollout.id,
-        tuple(Member((call,), reward if call.ok else _format(call, algo), caught=call in went_on) for call in calls),
-    )
+    return [Member((call,), reward if call.ok else _format(call, algo), caught=call in went_on) for call in calls]
 
 
 def _format(call: Call, algo: MmgrpoConfig) -> Reward:
-    score = failing_reward(call, algo)
+    """Return the reward of a call that could not be parsed: between the two scores, by the share of fields present."""
+    # A partial reply is better than none, so that there is a way up for a model that never parses.
+    share = call.present_fields / call.expected_fields if call.expected_fields else 0.0
+    score = algo.format_failure_score + (algo.format_failure_best - algo.format_failure_score) * share
     return Reward(score, {"format": score})
 
 
-def _rows(traces: Sequence[_Trace], module: str, algo: MmgrpoConfig, key: rng.Key) -> list[Invocations]:
+def _rows(traces: Mapping[str, Sequence[Member]], module: str, algo: MmgrpoConfig, key: rng.Key) -> list[Invocations]:
     """Make a row per rollout that takes part, padded as `padding_mode` says."""
     rows: dict[str, Invocations] = {}
-    for trace in traces:
-        members = [member for member in trace.members if member.call.module == module]
+    for rollout, trained in traces.items():
+        members = [member for member in trained if member.call.module == module]
         if members:
-            rows[trace.rollout] = _row(members, algo)
+            rows[rollout] = _row(members, algo)
         elif algo.on_missing == "skip_example":
             return []
     # Lists of unequal length cannot be compared place by place: the paper cuts all to the shortest or fills up to the

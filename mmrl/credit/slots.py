@@ -31,27 +31,21 @@ def slot_id(example: str, module: str, invocation: int) -> str:
     return f"{example}:{module}:{invocation}"
 
 
-def by_slot(forest: Forest, rewards: Mapping[str, Reward], calls: Iterable[str] | None = None) -> list[Group]:
+def by_slot(
+    forest: Forest, rewards: Mapping[str, Reward], calls: Iterable[str] | None = None, oversampled: str | None = None
+) -> list[Group]:
     """Return a group per slot: all siblings, with equal prompts or not (MHGPO, m = (q, agent)).
 
     Args:
         calls: only these; None: every call that has a reward.
+        oversampled: a module whose first calls are compared only within a parent (`os_group=parent`).
     """
-    slots: dict[Slot, list[Member]] = {}
+    slots: dict[tuple[Slot, str | None], list[Member]] = {}
     for call_id in rewards if calls is None else calls:
         call = forest.calls[call_id]
-        slots.setdefault(slot_of(call), []).append(Member((call,), rewards[call_id]))
-    return [Group(slot_id(*slot), tuple(members)) for slot, members in slots.items()]
-
-
-def by_parent(forest: Forest, rewards: Mapping[str, Reward], module: str) -> list[Group]:
-    """Group as `by_slot`, but compare the first calls of `module` only within a parent (`os_group=parent`)."""
-    slots: dict[tuple[Slot, str | None], list[Member]] = {}
-    # A parse retry or a loop may call the module again further down: only its first call is the over-sampled one.
-    for call_id, reward in rewards.items():
-        call = forest.calls[call_id]
-        parent = call.parent if (call.module, call.invocation) == (module, 0) else None
-        slots.setdefault((slot_of(call), parent), []).append(Member((call,), reward))
+        # A parse retry or a loop may call the module again further down: only its first call is the over-sampled one.
+        parent = call.parent if (call.module, call.invocation) == (oversampled, 0) else None
+        slots.setdefault((slot_of(call), parent), []).append(Member((call,), rewards[call_id]))
     return [
         Group(slot_id(*slot) + (f"<{parent}" if parent is not None else ""), tuple(members))
         for (slot, parent), members in slots.items()

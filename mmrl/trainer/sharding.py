@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
+from accelerate.utils import recursively_apply
 from peft import PeftModel
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -102,12 +103,7 @@ def save_optimizer(
     """Write `optimizer.state_dict()` with whole tensors; all processes must call this, the main one writes."""
     state = optimizer.state_dict()
     # Every process walks the state in the same order: gathering a shard takes all of them at once.
-    per_parameter = {
-        index: {
-            name: gather_tensor(value) if isinstance(value, torch.Tensor) else value for name, value in values.items()
-        }
-        for index, values in state["state"].items()
-    }
+    per_parameter = recursively_apply(gather_tensor, state["state"])
     if main:
         torch.save({**state, "state": per_parameter}, folder / OPTIMIZER)
         torch.save(scheduler.state_dict(), folder / SCHEDULER)
