@@ -5,12 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from mmrl.algorithms import ALGORITHMS, assign_credit, problems
+from mmrl.algorithms import ALGORITHMS, problems
 from mmrl.cli import main
 from mmrl.config.algo import ALGO_SCHEMAS
 from mmrl.errors import DataError
 from mmrl.report.forest import dump_forest
-from tests.helpers.forests import Grow
+from tests.helpers.forests import Grow, by_call
+from tests.helpers.forests import credit as credit_by
 
 MODULES = ("rewriter", "answerer")
 
@@ -24,9 +25,8 @@ def forest():
     return grow.forest
 
 
-def credit(name="mhgpo_fof", frozen=(), **options):
-    algo = ALGO_SCHEMAS[name](name=name, **options)
-    return {e.call: e for e in assign_credit(forest(), algo, 0, frozen=frozen).entries}
+def credit(name="mhgpo_fof", **options):
+    return by_call(credit_by(forest(), name, **options))
 
 
 def test_a_penalty_times_its_factor_worked_by_hand():
@@ -117,7 +117,6 @@ def test_mmrl_credit_takes_the_factors(tmp_path, capsys):
 
 def test_what_an_endpoint_said_has_no_kl_term_and_moves_nobody():
     """Its calls have no log-probabilities; frozen, they need none (of a trained module they are missed)."""
-    algo = ALGO_SCHEMAS["mappo"](name="mappo", beta=0.1, kl="reward")
     annotated = {
         key: replace(
             call,
@@ -128,8 +127,8 @@ def test_what_an_endpoint_said_has_no_kl_term_and_moves_nobody():
         for key, call in forest().calls.items()
     }
     said = replace(forest(), calls=annotated)
-    found = {e.call: e for e in assign_credit(said, algo, 0, frozen=("rewriter",)).entries}
+    found = by_call(credit_by(said, "mappo", beta=0.1, kl="reward", frozen=("rewriter",)))
     assert [found[c].parts["kl"] for c in ("q/0#0", "q/0#1")] == pytest.approx([0.0, 0.1 * (-3.0 + 1.0)])
     assert set(found["q/0#0"].weights) == {0.0} and found["q/0#1"].weights[0] > 0
     with pytest.raises(DataError, match=r"logprobs: missing"):
-        assign_credit(said, algo, 0)
+        credit_by(said, "mappo", beta=0.1, kl="reward")

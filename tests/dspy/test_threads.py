@@ -35,20 +35,18 @@ class Other(dspy.BaseLM):
         return self(prompt, messages=messages, **options)
 
 
-@pytest.fixture(params=[True, False], ids=["configured", "not configured"])
-def other(request):
-    lm = Other()
-    dspy.configure(lm=lm if request.param else None)
-    yield lm
-    dspy.configure(lm=None)
-
-
 @pytest.fixture
 def configured():
     lm = Other()
     dspy.configure(lm=lm)
     yield lm
     dspy.configure(lm=None)
+
+
+@pytest.fixture(params=[True, False], ids=["configured", "not configured"])
+def other(request, configured):
+    dspy.configure(lm=configured if request.param else None)
+    return configured
 
 
 class InAPool(Answer):

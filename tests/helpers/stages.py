@@ -61,6 +61,7 @@ OPTIMISERS: dict[str, dict[str, Any]] = {
     "bootstrap_fewshot": {"num_candidate_programs": 2, "max_labeled_demos": 2, "max_rounds": 2},
     "gepa": {"auto": None, "max_metric_calls": 60, "max_merge_invocations": 1},
 }
+OPTIONS = {"miprov2": MIPRO, **OPTIMISERS}
 
 
 class ScriptedEngine(Engine):

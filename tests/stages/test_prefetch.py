@@ -154,11 +154,6 @@ def test_weights_are_pushed_between_batches_and_never_under_one(stale: Any) -> N
     assert events[-1] == ("close",)
 
 
-def test_a_stale_run_repeats_itself(stale: Any, random_model: str, tmp_path: Path) -> None:
-    assert main(command(random_model, tmp_path / "again", *OPTIONS, f"train.steps={STEPS}")) == 0
-    assert numbers(tmp_path / "again") == numbers(stale[0])
-
-
 def test_without_staleness_nothing_runs_beside_the_trainer(random_model: str, tmp_path: Path) -> None:
     assert main(command(random_model, tmp_path / "run", "algo=mhgpo_fof", "train.steps=2")) == 0
     assert [versions(tmp_path / "run", step) for step in (1, 2)] == [{0}, {1}]

@@ -22,9 +22,10 @@ from mmrl.stages.prompts.students import _distinguish
 from mmrl.system.json_lines import Store
 from mmrl.tasks.base import Score
 from mmrl.tasks.dspy.own import OwnTask
+from tests.dspy.test_threads import Other
 from tests.helpers.stages import (
     MIPRO,
-    OPTIMISERS,
+    OPTIONS,
     ScriptedEngine,
     banking,
     better_with_demonstrations,
@@ -45,10 +46,11 @@ def task():
     return banking()
 
 
-def with_failure_score(task, score):
+def changed(task, **attributes):
+    """The config and a task with other attributes."""
     config, built = task
     made = copy.copy(built)
-    made.failure_score = score
+    vars(made).update(attributes)
     return config, made
 
 
@@ -122,8 +124,7 @@ def test_failed_rollouts_are_counted_and_never_demonstrations(tmp_path, task):
         return "no field at all" if unread else text
 
     # the best reward there is, for what could not be parsed
-    built = with_failure_score(task, 1.0)
-    optimised(tmp_path / "run", built, answer=broken, **MIPRO)
+    optimised(tmp_path / "run", changed(task, failure_score=1.0), answer=broken, **MIPRO)
     trials = lines(tmp_path / "run" / "prompts" / "trials.jsonl")
     unread = sum(share(e.inputs["text"]) < 0.25 for e in task[1].examples("train")[-19:])
     assert trials[0]["failed"] == {"parse": unread} and unread
@@ -169,47 +170,28 @@ def test_trials_in_which_every_rollout_fails_ring_an_alarm_with_a_reply(tmp_path
 
 @pytest.mark.parametrize("algo", ["bootstrap_fewshot", "miprov2"])
 def test_a_metric_calls_the_lm_that_is_configured_and_not_the_optimisers(tmp_path, task, algo):
-    class Judge(dspy.BaseLM):
-        def __init__(self):
-            super().__init__(model="judge", cache=False)
-            self.asked = 0
-
-        def __call__(self, prompt=None, *, messages=None, **options):
-            self.asked += 1
-            return [field("fine", "True") + "[[ ## completed ## ]]"]
-
-    config, built = task
-    made, verdict, lm = copy.copy(built), dspy.Predict("text -> fine: bool"), Judge()
-    made.score = lambda example, *_: Score(reward=float(verdict(text=example.inputs["text"]).fine))
+    verdict, lm = dspy.Predict("text -> fine: bool"), Other()
+    made = changed(task, score=lambda example, *_: Score(reward=float(verdict(text=example.inputs["text"]).fine)))
     dspy.configure(lm=lm)
     try:
-        result, _ = optimised(
-            tmp_path / "run",
-            (config, made),
-            answer=better_with_demonstrations(built),
-            algo=algo,
-            **(MIPRO if algo == "miprov2" else OPTIMISERS[algo]),
-        )
+        result, _ = optimised(tmp_path / "run", made, algo, **OPTIONS[algo])
         assert dspy.settings.lm is lm
     finally:
         dspy.configure(lm=None)
     rollouts = [one for line in lines(tmp_path / "run" / "prompts" / "rollouts.jsonl") for one in line["rollouts"]]
     read = [one for one in rollouts if one["error"] is None]
-    assert {one["error"] for one in rollouts} <= {None, "parse"} and len(read) == lm.asked > 0
+    assert {one["error"] for one in rollouts} <= {None, "parse"} and len(read) == len(lm.sent) > 0
     assert {one["score"] for one in read} == {1.0} and result.start == 1.0
 
 
 def test_a_reward_that_raises_or_is_no_number_ends_the_stage_with_its_place(tmp_path, task):
     for number, score in enumerate((lambda *_: 1 / 0, lambda *_: Score(reward=float("nan")))):
-        config, built = task
-        made = copy.copy(built)
-        made.score = score
         with pytest.raises(TooManyFailures, match=r"eval\.max_failed_share=50%; the first: reward in"):
-            optimised(tmp_path / f"{number}", (config, made), answer=better_with_demonstrations(built), **MIPRO)
+            optimised(tmp_path / f"{number}", changed(task, score=score), **MIPRO)
         assert not (tmp_path / f"{number}" / "prompts" / "rollouts.jsonl").exists(), "a resume samples them again"
 
 
-@pytest.mark.parametrize("algo", ["miprov2", *OPTIMISERS])
+@pytest.mark.parametrize("algo", OPTIONS)
 @pytest.mark.parametrize("working", [3, 40])
 def test_an_engine_that_fails_ends_the_stage_and_is_no_score(tmp_path, task, algo, working):
     answer, requests = better_with_demonstrations(task[1]), itertools.count()
@@ -219,7 +201,7 @@ def test_an_engine_that_fails_ends_the_stage_and_is_no_score(tmp_path, task, alg
             return EngineFailure("no server")
         return answer(messages, temperature, seed)
 
-    options = MIPRO if algo == "miprov2" else OPTIMISERS[algo]
+    options = OPTIONS[algo]
     stage = prompt_stage(tmp_path / "run", task, ScriptedEngine(failing), algo, **options)
     none = stage.config.eval.model_copy(update={"max_failed_share": 0.0})
     stage.config = stage.config.model_copy(update={"eval": none})
@@ -240,9 +222,8 @@ def test_a_prompt_model_that_fails_ends_the_stage_and_is_no_proposal(tmp_path, t
         failed = "proposed_instruction ## ]]" in messages[-1]["content"] or "`new_inst" in messages[0]["content"]
         return EngineFailure("no server") if failed else answer(messages, temperature, seed)
 
-    options = MIPRO if algo == "miprov2" else OPTIMISERS[algo]
     with pytest.raises(EngineFailure, match="no server"):
-        optimised(tmp_path / "run", task, algo, failing, **options)
+        optimised(tmp_path / "run", task, algo, failing, **OPTIONS[algo])
     assert not (tmp_path / "run" / "prompts" / "proposals.jsonl").exists()
 
 
@@ -332,15 +313,10 @@ def test_predictors_created_on_the_fly_end_the_stage_with_what_to_do(tmp_path):
 
 
 def test_two_examples_with_the_same_inputs_differ_by_their_labels(tmp_path, task):
-    config, built = task
-    made = copy.copy(built)
-    first, second, *rest = built.examples("train")
+    first, second, *rest = task[1].examples("train")
     twin = replace(first, id="twin", metadata={"label": second.metadata["label"]})
-    made.examples = lambda split: [twin, first, *rest]
-    engine = ScriptedEngine(better_with_demonstrations(made))
-    stage = prompt_stage(tmp_path / "run", (config, made), engine, "bootstrap_fewshot", num_candidate_programs=0)
-    with stage.rundir:
-        stage.search()
+    made = changed(task, examples=lambda split: [twin, first, *rest])
+    optimised(tmp_path / "run", made, "bootstrap_fewshot", num_candidate_programs=0)
     stored = [r["example"] for line in lines(tmp_path / "run/prompts/rollouts.jsonl") for r in line["rollouts"]]
     assert "twin" in stored and first.id in stored
 

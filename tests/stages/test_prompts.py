@@ -1,6 +1,7 @@
 """Prompt stages: DSPy's optimisers on mmrl's rollouts, resumed to the same files, nothing stored paid for twice."""
 
 import asyncio
+import itertools
 import json
 import logging
 import shutil
@@ -10,24 +11,21 @@ import dspy
 import optuna
 import pytest
 
-from mmrl.config import EvalConfig
 from mmrl.config.tasks import task_schema
 from mmrl.errors import CheckpointError
-from mmrl.models.chat import encode_text
 from mmrl.report.console import show_run
 from mmrl.report.rundir import RunDir
 from mmrl.report.trials import prompts_text
-from mmrl.rollout.environment import make_environment, sampling_settings
-from mmrl.rollout.plans import Tree
-from mmrl.rollout.sample import sample
 from mmrl.run.build import build_task
 from mmrl.stages.prompts.rollouts import Loop
 from mmrl.system import json_lines as store
+from mmrl.system.files import append_jsonl
 from mmrl.tasks.dspy.built_in import Banking77
 from scripts.chaos.compare import comparable
 from tests.helpers.stages import (
     MIPRO,
     OPTIMISERS,
+    OPTIONS,
     ScriptedEngine,
     banking,
     better_with_demonstrations,
@@ -95,9 +93,7 @@ class SlowEngine(ScriptedEngine):
 @pytest.mark.parametrize(("algo", "most"), [("miprov2", 19), ("bootstrap_fewshot", 19), ("gepa", 12)])
 def test_rollouts_of_an_evaluation_are_in_flight_at_once(tmp_path, task, algo, most):
     engine = SlowEngine(better_with_demonstrations(task[1]))
-    options = MIPRO if algo == "miprov2" else OPTIMISERS[algo]
-    with (stage := prompt_stage(tmp_path / "run", task, engine, algo, **options)).rundir:
-        stage.search()
+    optimised(tmp_path / "run", task, algo, engine=engine, **OPTIONS[algo])
     assert engine.most == most
 
 
@@ -114,36 +110,33 @@ def test_what_a_search_asks_of_endpoints_is_logged(tmp_path, task):
             return {"endpoint/requests": float(len(self.requests))}
 
     engine = Endpoint(better_with_demonstrations(task[1]))
-    with (
-        stage := prompt_stage(tmp_path / "run", task, engine, "bootstrap_fewshot", **OPTIMISERS["bootstrap_fewshot"])
-    ).rundir:
-        stage.search()
+    optimised(tmp_path / "run", task, "bootstrap_fewshot", engine=engine, **OPTIMISERS["bootstrap_fewshot"])
     records = RunDir.read(tmp_path / "run").history()
     assert 0 < records[0]["endpoint/requests"] < records[-1]["endpoint/requests"] == len(engine.requests)
+
+
+def kill_at(monkeypatch, number, when="after", only=()):
+    """Kill the process before or right after it stores its n-th line (of these files)."""
+    stored = itertools.count(1)
+
+    def killing(path, records):
+        due = (not only or path.name in only) and next(stored) == number
+        if due and when == "before":
+            raise KeyboardInterrupt
+        written = append_jsonl(path, records)
+        if due:
+            raise KeyboardInterrupt
+        return written
+
+    monkeypatch.setattr(store, "append_jsonl", killing)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_stage_killed_at_any_batch_goes_on_to_the_same_files(tmp_path, task, whole, monkeypatch, when):
     folder, result, _ = whole
-    append, runs = store.append_jsonl, 0
-
-    def killing(path, records):
-        # before one of them is stored, or right after it
-        if path.name in ("rollouts.jsonl", "completions.jsonl"):
-            killing.left -= 1
-            if killing.left == 0 and when == "before":
-                raise KeyboardInterrupt
-        written = append(path, records)
-        if killing.left == 0:
-            killing.left = -1
-            raise KeyboardInterrupt
-        return written
-
-    monkeypatch.setattr(store, "append_jsonl", killing)
-    killed = tmp_path / "run"
-    again = None
+    killed, runs, again = tmp_path / "run", 0, None
     while again is None:
-        killing.left = 20
+        kill_at(monkeypatch, 20, when, only=("rollouts.jsonl", "completions.jsonl"))
         own = ScriptedEngine(better_with_demonstrations(task[1]))
         try:
             again, _ = optimised(killed, task, engine=own, **MIPRO)
@@ -165,27 +158,6 @@ def test_a_stage_that_is_run_again_sends_nothing(whole, task):
     again, engine = optimised(folder, task, **MIPRO)
     assert (again, engine.requests) == (result, [])
     assert (folder / "metrics.jsonl").read_bytes() == before
-
-
-def test_rollouts_with_the_saved_prompts_send_what_dspys_adapter_renders(whole, task):
-    path, (config, built) = str(whole[1].prompts), task
-    plain = Banking77(built.labels)
-    plain.load(path)
-    predictor = plain.classify.predict
-    assert predictor.demos
-    again = build_task(config.model_copy(update={"prompts": path}), 0)
-    engine = ScriptedEngine(better_with_demonstrations(built))
-    settings = sampling_settings(EvalConfig(), config)
-    env = make_environment(again, engine, engine.tokenizer, settings, (0,))
-    examples = built.examples("train")[:5]
-    forest = asyncio.run(sample(env, [(example, (Tree(),)) for example in examples], "outcome"))
-    expected = [
-        dspy.ChatAdapter().format(predictor.signature, predictor.demos, dict(example.inputs)) for example in examples
-    ]
-    assert [list(map(dict, request.messages)) for request in engine.requests] == expected
-    assert [call.completion_ids for call in forest.calls.values()] == [
-        (*encode_text(engine.tokenizer, call.text), engine.tokenizer.eos_token_id) for call in forest.calls.values()
-    ], "what is trained on is what was sampled"
 
 
 class InThreads(Banking77):
@@ -243,16 +215,7 @@ def test_every_optimiser_ends_and_goes_on_after_a_kill(tmp_path, task, monkeypat
     assert result.calls + result.requests == len(engine.requests)
     full = [trial for trial in lines(tmp_path / "whole" / "prompts" / "trials.jsonl") if trial["full"]]
     assert result.best == max(trial["score"] for trial in full)
-    append, stored = store.append_jsonl, []
-
-    def killing(path, records):
-        written = append(path, records)
-        stored.append(path)
-        if len(stored) == 30:
-            raise KeyboardInterrupt
-        return written
-
-    monkeypatch.setattr(store, "append_jsonl", killing)
+    kill_at(monkeypatch, 30)
     with pytest.raises(KeyboardInterrupt):
         optimised(tmp_path / "killed", task, algo, **OPTIMISERS[algo])
     again, rest = optimised(tmp_path / "killed", task, algo, **OPTIMISERS[algo])
@@ -321,8 +284,8 @@ def search():
     return config, build_task(config, 0)
 
 
-@pytest.mark.parametrize(("algo", "options"), [("miprov2", MIPRO), ("gepa", OPTIMISERS["gepa"])])
-def test_agents_without_dspy_are_optimised_too(tmp_path, search, algo, options):
+@pytest.mark.parametrize("algo", ["miprov2", "gepa"])
+def test_agents_without_dspy_are_optimised_too(tmp_path, search, algo):
     config, built = search
     gold = {e.inputs["question"]: e.metadata["answers"][0] for e in built.examples("train")}
     start = built.all_prompts.by_module()
@@ -338,7 +301,8 @@ def test_agents_without_dspy_are_optimised_too(tmp_path, search, algo, options):
         right = share(question) < 0.3 + 0.2 * shown + 0.4 * ("Do well" in messages[0]["content"])
         return gold[question] if right else "### nothing ###"
 
-    options = {**options, "max_labeled_demos": None} if algo == "miprov2" else options
+    # Their examples hold no replies of modules.
+    options = {name: value for name, value in OPTIONS[algo].items() if name != "max_labeled_demos"}
     result, engine = optimised(tmp_path / "run", search, algo, answer, **options)
     assert result.improved and result.prompts.name == "prompts.yaml"
     again = build_task(config.model_copy(update={"prompts": str(result.prompts)}), 0).all_prompts.by_module()

@@ -1,7 +1,7 @@
 """`model.lora.targets=[all-linear]`: the same adapter on architectures that name their layers in other ways."""
 
 import pytest
-from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, LlamaConfig, OPTConfig, PhiConfig
+from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, LlamaConfig
 
 from mmrl.config import AlgoConfig, LoraConfig, ModelConfig, TrainConfig
 from mmrl.trainer.settings import Settings
@@ -17,11 +17,6 @@ MODELS = {
         GPTNeoXConfig(**SIZES, intermediate_size=32),
         {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"},
     ),
-    "opt": (
-        OPTConfig(**SIZES, ffn_dim=32, word_embed_proj_dim=16, max_position_embeddings=32),
-        {"q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"},
-    ),
-    "phi": (PhiConfig(**SIZES, intermediate_size=32), {"q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2"}),
 }
 
 

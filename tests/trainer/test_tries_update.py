@@ -17,7 +17,7 @@ from mmrl.config import LoraConfig
 from mmrl.config.algo import PpoConfig
 from mmrl.errors import ConfigError, MmrlError
 from mmrl.trainer import logprobs, selfcheck, tree_attention, tries
-from mmrl.trainer.objective import StepBatch, TrainCall
+from mmrl.trainer.objective import TrainCall
 from mmrl.trainer.selfcheck import calls_to_compare, check_tries
 from mmrl.trainer.trl_trainer import MmrlTrainer
 from tests.helpers.trainer_cases import (
@@ -32,6 +32,7 @@ from tests.helpers.trainer_cases import (
     train_call,
     train_entry,
     with_changes,
+    with_targets,
 )
 
 
@@ -160,40 +161,20 @@ def test_logits_in_chunks_change_no_number(temperature: float, monkeypatch: pyte
 
 @pytest.mark.parametrize("critic", ["separate", "head", "adapter"])
 def test_the_critics_values_and_gradients_are_those_of_padded_rows(critic: str, tmp_path: Path) -> None:
-    def calls() -> list[TrainCall]:
-        return [
-            with_changes(
-                call,
-                values=(0.1,) * len(call.call.completion_ids),
-                entries=tuple(
-                    replace(entry, returns=tuple(0.3 * t for t in range(len(entry.weights)))) for entry in call.entries
-                ),
-            )
-            for call in shared_calls()
-        ]
-
+    calls = with_targets(shared_calls())
     found: list[Any] = []
     for packing in ("trie", "padded"):
         algo = PpoConfig(name="ppo", critic=critic, beta=0.0)  # type: ignore[arg-type]
         lora = LORA if critic == "adapter" else None
         made = make_trainer(tmp_path / packing, tiny_model(), packing=packing, lora=lora, algo=algo)
-        values = made.forwards.values(sampled(calls()))
-        gradients(made, calls(), 100)
+        values = made.forwards.values(sampled(calls))
+        gradients(made, calls, 100)
         assert made.critic is not None
         grads = {n: p.grad.clone() for n, p in made.critic.named_parameters().items() if p.grad is not None}
         found.append((values, grads))
     for one, two in zip(found[0][0], found[1][0], strict=True):
         assert one == pytest.approx(two, abs=1e-5)
     assert_close(found[0][1], found[1][1], 1e-5)
-
-
-def test_packs_are_the_same_on_every_start(tmp_path: Path) -> None:
-    made = [make_trainer(tmp_path / str(n), microbatch_tokens=64) for n in range(2)]
-    packs = [one.step_packs(StepBatch(step=1, calls=shared_calls()))[0] for one in made]
-    assert len(packs[0]) > 1
-    for one, two in zip(*packs, strict=True):
-        assert torch.equal(one.input_ids, two.input_ids)
-        assert torch.equal(one.positions, two.positions)
 
 
 def test_models_that_cannot_share_are_padded_aloud(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -95,6 +95,15 @@ def trl_gradients(
     return float(total.detach()), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
+def same_gradients(ours: MmrlTrainer, found: tuple[float, Any], expected: tuple[float, Any]) -> None:
+    """Some ratios are clipped, and loss and gradients are equal."""
+    assert 0.0 < ours.totals.metrics(ours.forwards.reduce)["train/clip_share"] < 1.0
+    assert found[0] == pytest.approx(expected[0], abs=1e-5)
+    assert found[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        assert float((found[1][name] - gradient).norm()) <= 1e-4 * float(gradient.norm()), name
+
+
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
 @pytest.mark.parametrize(("beta", "temperature"), [(BETA, 1.0), (0.0, 0.6)])
 @pytest.mark.parametrize("budget", [64, 16384])
@@ -105,13 +114,8 @@ def test_law_1_loss_and_gradients_equal_trls(
     twin = copy.deepcopy(model)
     ours = make_trainer(tmp_path / "ours", model, algo={"beta": beta, "temperature": temperature})
     calls = near_policy(ours, make_calls(8))
-    loss, found = gradients(ours, calls, budget)
-    expected_loss, expected = trl_gradients(twin, calls, tmp_path / "trl", beta, temperature)
-    assert 0.0 < ours.totals.metrics(ours.forwards.reduce)["train/clip_share"] < 1.0
-    assert loss == pytest.approx(expected_loss, abs=1e-5)
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        assert float((found[name] - gradient).norm()) <= 1e-4 * float(gradient.norm()), name
+    found = gradients(ours, calls, budget)
+    same_gradients(ours, found, trl_gradients(twin, calls, tmp_path / "trl", beta, temperature))
 
 
 @pytest.mark.parametrize(
@@ -137,12 +141,7 @@ def test_the_other_losses_equal_trls(algo: dict[str, Any], trl: dict[str, Any], 
         ]
     else:
         trl |= {"epsilon": algo["clip"], "epsilon_high": algo["clip_high"]}
-    loss, found = gradients(ours, calls)
-    expected_loss, expected = trl_gradients(twin, calls, tmp_path / "trl", BETA, 1.0, **trl)
-    assert 0.0 < ours.totals.metrics(ours.forwards.reduce)["train/clip_share"] < 1.0
-    assert loss == pytest.approx(expected_loss, abs=1e-5)
-    for name, gradient in expected.items():
-        assert float((found[name] - gradient).norm()) <= 1e-4 * float(gradient.norm()), name
+    same_gradients(ours, gradients(ours, calls), trl_gradients(twin, calls, tmp_path / "trl", BETA, 1.0, **trl))
 
 
 def test_the_method_that_keeps_telemetry_silent_exists_in_trl() -> None:

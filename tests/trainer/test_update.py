@@ -56,16 +56,6 @@ def test_a_step_without_work_counts_and_changes_nothing(tmp_path: Path) -> None:
     assert trainer.state.global_step == 3
 
 
-def test_zero_advantages_still_pull_towards_the_reference(tmp_path: Path) -> None:
-    calls = without_advantage(make_calls(4))
-    seen: list[dict[str, float]] = []
-    trainer = make_trainer(tmp_path, calls=calls, algo={"beta": 0.5}, on_step_end=lambda s, m: seen.append(m), steps=2)
-    with torch.no_grad():
-        trainer.model.model.norm.weight.mul_(1.2)
-    trainer.train()
-    assert seen[0]["train/kl"] > seen[1]["train/kl"] > 0
-
-
 def test_an_empty_completion_is_skipped(tmp_path: Path) -> None:
     calls = make_calls(3)
     entry = train_entry(advantages=(), weights=())
