@@ -19,7 +19,7 @@ from mmrl.records import Forest
 from tests.helpers.forests import MODULES, Grow, by_call, chains, credit, forked, numbers, relabelled
 
 TOLERANCE = 1e-9
-LAW = settings(max_examples=50)
+LAW = settings(max_examples=60)
 
 SHARED = {"eps": 1e-4, "ddof": 1, "loss_mean": "seq"}
 CRITIC = [name for name, algorithm in ALGORITHMS.items() if algorithm.needs_critic]

@@ -7,16 +7,16 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mmrl.credit.backward import tree_values
 from mmrl.errors import DataError
 from mmrl.records import Example
 from mmrl.stages.information_gain import gold_problems, with_gains
+from tests.algorithms.test_laws import LAW, assert_same
 from tests.helpers.forests import Grow, advantage, by_call, chains, credit, documented, forked, numbers, singles, turns
 
-LAW = settings(max_examples=60)
 TREES = st.one_of(forked(sampler="is"), forked(sampler="os"))
 
 
@@ -27,12 +27,6 @@ def rows(result):
         if entry.advantages:
             found[entry.call].append(entry.advantages[0])
     return {call: sorted(values) for call, values in found.items()}
-
-
-def assert_same(first, second):
-    assert first.keys() == second.keys()
-    for call, values in first.items():
-        assert values == pytest.approx(second[call], abs=1e-9), call
 
 
 def normal(values, eps=1e-6):

@@ -153,16 +153,11 @@ WEATHER = Works(
 )
 AGENTS = [
     WEATHER,
-    Works(
+    replace(
+        WEATHER,
         name="`dspy.ReAct` with an async tool, as MCP's are",
         # tutorials/mcp
-        make=lambda: dspy.ReAct("question -> answer", tools=[remote_weather]),
-        inputs={"question": "Weather in Rome?"},
-        good=[step("remote_weather", city="Rome"), step("finish"), {**SO, "answer": "sunny"}],
-        bad=[step("finish"), {**SO, "answer": "rain"}],
-        solved=lambda p: p.trajectory["observation_0"] == "sunny in Rome",
-        calls=REACT,
-        bad_calls={"react": 1, "extract.predict": 1},
+        make=lambda: dspy.ReAct("question -> answer", tools=[dspy.Tool(remote_weather, name="get_weather")]),
     ),
     Works(
         name="`dspy.ReAct` with pydantic models as arguments and results of tools",

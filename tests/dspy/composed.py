@@ -30,17 +30,16 @@ class Rag(dspy.Module):
         return self.respond(context=search(question), question=question)
 
 
-class EmbeddingRag(dspy.Module):
+def letters(texts: list[str]) -> Any:
+    return np.array([[text.lower().count(chr(97 + i)) + 1e-3 for i in range(26)] for text in texts])
+
+
+class EmbeddingRag(Rag):
     """Retrieval by `dspy.Embeddings`, with letters for an encoder."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.search = dspy.Embeddings(corpus=FACTS, embedder=self.encode, k=1)
-        self.respond = dspy.Predict("context, question -> response")
-
-    @staticmethod
-    def encode(texts: list[str]) -> Any:
-        return np.array([[text.lower().count(chr(97 + i)) + 1e-3 for i in range(26)] for text in texts])
+        self.search = dspy.Embeddings(corpus=FACTS, embedder=letters, k=1)
 
     def forward(self, question: str) -> Any:
         return self.respond(context=self.search(question).passages, question=question)
@@ -201,15 +200,8 @@ ASYNC = Works(
 )
 COMPOSED = [
     RAG,
-    Works(
-        name="Retrieval by `dspy.Embeddings`",
-        # tutorials/rag
-        make=EmbeddingRag,
-        inputs={"question": "river of Rome"},
-        good=[{"response": "Tiber"}],
-        bad=[{"response": "fjord"}],
-        calls={"respond": 1},
-    ),
+    # tutorials/rag
+    replace(RAG, name="Retrieval by `dspy.Embeddings`", make=EmbeddingRag),
     Works(
         name="Two predictors by turns over hops",
         # tutorials/multihop_search

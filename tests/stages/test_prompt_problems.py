@@ -289,29 +289,6 @@ def test_demonstrations_of_predictors_that_share_a_signature_are_their_own(tmp_p
     assert not result.improved and result.start == 1.0
 
 
-def judged(label):
-    return dspy.Predict("text -> label")(text=label)
-
-
-class OnTheFly(dspy.Module):
-    """One predictor with a name, and one that a rollout makes, out of sight of `forward`'s own lines."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = dspy.Predict("text -> label")
-
-    def forward(self, text):
-        return judged(self.first(text=text).label)
-
-
-def test_predictors_created_on_the_fly_end_the_stage_with_what_to_do(tmp_path):
-    def answer(messages, temperature, seed):
-        return field("label", "yes") + "[[ ## completed ## ]]"
-
-    with pytest.raises(TooManyFailures, match=r"the first: program in .*made before it runs"):
-        optimised(tmp_path / "run", own(tmp_path / "own", OnTheFly), "bootstrap_fewshot", answer)
-
-
 def test_two_examples_with_the_same_inputs_differ_by_their_labels(tmp_path, task):
     first, second, *rest = task[1].examples("train")
     twin = replace(first, id="twin", metadata={"label": second.metadata["label"]})
