@@ -78,6 +78,8 @@ class StepTotals:
     @torch.no_grad()
     def add_gap(self, pack: Pack, logprobs: torch.Tensor) -> None:
         """Compare what the trainer computes, before any update of the step, with what the sampler recorded."""
+        if pack.filler:
+            return
         recorded = ~pack.sampled.isnan()  # (N,) bool
         gap = (logprobs.detach() - pack.sampled).abs()[recorded].double()
         if gap.numel():

@@ -197,7 +197,7 @@ class MmrlTrainer(GRPOTrainer):
             if self.settings.has_dropout:
                 # The update adds noise to its own forwards: of one pack, a sample, the gap is measured without.
                 for pack in minibatches[0][:1]:
-                    self._add_gap(pack, self.forwards.policy_of(pack))
+                    self.totals.add_gap(pack, self.forwards.policy_of(pack))
             self.totals.seconds += time.perf_counter() - started
             for number in range(count):
                 yield {"update": Update(step, minibatches[number % len(minibatches)], first=number == 0)}
@@ -274,7 +274,7 @@ class MmrlTrainer(GRPOTrainer):
             supervised = self.settings.is_supervised
             scores = self.forwards.score(model, pack, entropy=not supervised, hits=supervised)
         if first and not self.settings.has_dropout:
-            self._add_gap(pack, scores.logprobs)
+            self.totals.add_gap(pack, scores.logprobs)
         index = pack.entry_index  # (E,) into the pack's N scored positions
         old = pack.old_logprobs(scores.logprobs.detach(), train.old_logprobs == "recompute")  # (N,)
         # Against the weights at the step's start, which in a step of one update are those of now.
@@ -302,10 +302,6 @@ class MmrlTrainer(GRPOTrainer):
             # With a ratio of 1 the objective's own value is constant; its gradient is that of the log-likelihood.
             return -(pack.weights * scores.logprobs[index].detach()).sum().double()
         return result.loss.detach().double()
-
-    def _add_gap(self, pack: Pack, logprobs: torch.Tensor) -> None:
-        if not pack.filler:
-            self.totals.add_gap(pack, logprobs)
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> torch.Tensor | float | None:
         limit = self.settings.train.grad_clip

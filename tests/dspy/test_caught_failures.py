@@ -10,7 +10,7 @@ from dspy.utils.exceptions import AdapterParseError
 
 from mmrl.cli import main
 from mmrl.report.rundir import RunDir
-from mmrl.rollout.plans import fork_on, independent
+from mmrl.rollout.plans import fork_on
 from tests.dspy import Answer
 from tests.helpers.programs import filled, run_program, saved
 from tests.helpers.servers import Scripted, chat_reply, serving
@@ -309,44 +309,8 @@ def test_without_a_parse_failure_the_same_ends_are_the_programs_own(how):
     assert (forest.rollouts[0].error, forest.rollouts[0].reward) == ("reward", None)
 
 
-def counting(kind, count=None):
-    """Attempts of which many may fail, asked twice."""
-
-    class Program(dspy.Module):
-        def __init__(self):
-            super().__init__()
-            self.tried = kind(
-                dspy.Predict("text -> answer"), 3, lambda inputs, made: float(made.answer == "a"), 1.0, fail_count=count
-            )
-            self.last = dspy.Predict("text, draft -> answer")
-
-        def forward(self, text):
-            made = self.tried(text=text)
-            return self.last(text=text, draft=made.answer)
-
-    return Program()
-
-
-@pytest.mark.parametrize("kind", [dspy.BestOfN, dspy.Refine])
-def test_every_rollout_starts_with_the_count_that_the_program_was_built_with(kind):
-    """Two failures each: DSPy's count on the shared module would end the second rollout or the third."""
-
-    def answer(request):
-        if request.module == "last":
-            return filled(answer="x")
-        # The attempts of one rollout, in order: two fail, the third answers.
-        return filled(answer="a") if int(request.order[0].rpartition("#")[2]) == 2 else "no"
-
-    module = counting(kind)
-    for _ in range(3):
-        forest, _ = run_program(module, (*independent(3), *fork_on("last", 3)), answer)
-        assert [(r.error, r.error_message) for r in forest.rollouts] == [(None, "")] * 6
-        assert [sum(not c.ok for c in forest.path(r)) for r in forest.rollouts] == [2] * 6
-    assert module.tried.fail_count == 3 and vars(module.tried)["fail_count"] == 3
-
-
 def test_outside_of_rollouts_the_count_is_dspys():
-    tried = counting(dspy.BestOfN).tried
+    tried = dspy.BestOfN(dspy.Predict("text -> answer"), 3, lambda inputs, made: 1.0, 1.0)
     with (
         dspy.context(lm=ScriptedLM(lambda messages: "no"), adapter=dspy.ChatAdapter(use_json_adapter_fallback=False)),
         pytest.raises(AdapterParseError),

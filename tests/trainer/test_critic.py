@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from mmrl.config import LoraConfig, ModelConfig, TrainConfig
+from mmrl.config import LoraConfig
 from mmrl.config.algo import PpoConfig
 from mmrl.errors import CheckpointError, ConfigError, MmrlError
 from mmrl.models.policy import newest_checkpoint
-from mmrl.trainer.critic import Critic
 from mmrl.trainer.objective import value_loss
-from mmrl.trainer.settings import Settings
 from tests.helpers.trainer_cases import (
     LORA,
     changed,
@@ -204,18 +202,13 @@ def test_a_checkpoint_of_another_kind_is_refused(tmp_path: Path) -> None:
         ppo_trainer(tmp_path / "other", "head", resume_from=newest_checkpoint(tmp_path)).train()
 
 
-def test_the_head_starts_from_the_seed_alone() -> None:
-    def head(seed: int) -> torch.Tensor:
-        algo, model = PpoConfig(name="ppo"), ModelConfig(name="tiny", path="tiny")
-        settings = Settings(train=TrainConfig(), algo=algo, model=model, seed=seed)
-        return Critic(settings, algo, tiny_model()).module.head.weight
-
+def test_the_head_starts_from_the_seed_alone(tmp_path: Path) -> None:
     heads = []
-    for noise in (0, 1):
+    for number, (seed, noise) in enumerate(((5, 0), (5, 1), (6, 0))):
+        model = tiny_model()
         torch.manual_seed(noise)
-        heads.append(head(5))
-    assert torch.equal(heads[0], heads[1])
-    assert not torch.equal(heads[0], head(6))
+        heads.append(ppo_trainer(tmp_path / str(number), "head", model=model, seed=seed).critic.module.head.weight)
+    assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
 
 
 @pytest.mark.parametrize("kind", ["separate", "head"])
