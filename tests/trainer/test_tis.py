@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mmrl.errors import ConfigError
 from mmrl.trainer.objective import token_loss, truncated_weights
-from tests.helpers.trainer_cases import agreeing, gradients, make_calls, make_trainer, tiny_model, trained, with_changes
+from tests.helpers.trainer_cases import agreeing, gradients, make_trainer, tiny_model, trained
 from tests.trainer.test_objective import ADVANTAGES, LP, OLD, REF, SEQ
 
 # The group of the worked example, as a sampler of other numerics would report it.
@@ -96,14 +96,6 @@ def test_several_updates_are_corrected_by_the_weights_before_the_first(tmp_path:
     _, (metrics,) = trained(tmp_path, calls_of=partial(agreeing, shift=0.5), **options)
     assert metrics["train/tis_mean"] == pytest.approx(1.648721, rel=1e-4)
     assert abs(metrics["train/ratio_mean"] - 1) > 1e-3
-
-
-def test_calls_whose_sampler_said_nothing_are_not_corrected(tmp_path: Path) -> None:
-    calls = [with_changes(call, logprobs=None) for call in make_calls()]
-    on = make_trainer(tmp_path / "on", tis=2.0, old_logprobs="recompute")
-    off = make_trainer(tmp_path / "off", old_logprobs="recompute")
-    assert gradients(on, calls)[0] == gradients(off, calls)[0]
-    assert on.totals.metrics(on.forwards.reduce)["train/tis_mean"] == 1.0
 
 
 @pytest.mark.parametrize(
