@@ -5,7 +5,6 @@ import math
 import random
 import statistics
 from collections import defaultdict
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,15 +65,6 @@ def test_absorb_is_the_default_and_its_part_is_named():
 def test_two_turns_have_no_such_choice():
     with pytest.raises(ValidationError, match="missing_turn"):
         ALGO_SCHEMAS["mt_grpo"].model_validate({"name": "mt_grpo", "missing_turn": "absorb"})
-
-
-def test_a_failed_rollout_of_the_model_counts_and_one_of_a_tool_does_not():
-    # the longest, but its tool failed: no turn of it is compared
-    with_failure = credit(turns(*THREE, (0.5, 0.5, 0.5, None)), **PLAIN)
-    assert with_failure.entries == credit(turns(*THREE), **PLAIN).entries
-    grow = turns(*THREE, (0.5, 0.5, 0.5, 0.0))
-    failed = replace(grow, rollouts=(*grow.rollouts[:-1], replace(grow.rollouts[-1], error="length")))
-    assert by_call(credit(failed, **PLAIN))["q/2#0"].parts["absent_turns"] != pytest.approx(-5 / 6)
 
 
 def slow(forest, *, alpha, turn_coef, scale, loo, eps=1e-6, ddof=1):

@@ -128,7 +128,7 @@ def test_a_student_that_asks_for_what_the_teacher_never_said_has_diverged():
             tuple({"name": f"t{i}", "prompts": "p"} for i in range(3)),
             "rollouts=4, or for none and a number of teachers that divides it",
         ),
-        (({"name": "a"},), "got neither policy"),
+        (({"name": "a"},), "got neither policy, endpoint nor prompts for 'a'; set one, or name it student"),
         (({"name": "student", "policy": "tiny"},), "leave them out"),
         (({"name": "a", "prompts": "p", "rollouts": 0}, {"name": "student", "rollouts": 4}), "greater than or equal"),
         ((), "got 0 with"),

@@ -180,17 +180,6 @@ def test_kl_in_the_reward_is_not_in_the_loss_too(tmp_path: Path) -> None:
     assert gradients(in_loss, with_targets(known))[0] > plain
 
 
-def test_sampling_goes_on_with_the_policys_adapter(tmp_path: Path) -> None:
-    active: list[Any] = []
-    trainer = ppo_trainer(
-        tmp_path, "adapter", LORA, on_step_end=lambda s, m: active.append(trainer.model.active_adapter)
-    )
-    trainer.forwards.values(sampled(make_calls(2)))
-    active.append(trainer.model.active_adapter)
-    trainer.train()
-    assert active == ["default", "default"]
-
-
 def test_an_adapter_critic_needs_an_adapter(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"algo\.critic: got adapter, which has no effect without"):
         ppo_trainer(tmp_path, "adapter")

@@ -110,15 +110,6 @@ def test_equal_calls_and_earlier_turns_are_forwarded_once() -> None:
     assert pack.advantages.tolist() == [1, 1, 2, 2, 3, 3, 4, 4]
 
 
-def test_prefixes_are_found_across_many_rows() -> None:
-    chain = [turn(tuple(range(1, n)), (n, n + 1), str(n), 1.0) for n in range(3, 9)]
-    other = [turn((1, 2, 50 + n), (n, 3), f"o{n}", 1.0) for n in range(3)]
-    packs = make_packs([*chain, *other], 10**4, beta=0.0, modules=["a"])
-    assert sorted(tuple(row) for pack in packs for row in pack.input_ids.tolist()) == sorted(
-        [tuple(range(1, 9)), *[(1, 2, 50 + n, n, 0, 0, 0, 0) for n in range(3)]]
-    )
-
-
 def test_unsampled_tail_and_last_token_are_not_forwarded() -> None:
     entry = train_entry(advantages=(1.0, 1.0, 1.0), weights=(1.0, 1.0, 0.0))
     call = train_call(id="0", module="a", prompt_ids=(1, 2), completion_ids=(3, 4, 5), entries=(entry,))

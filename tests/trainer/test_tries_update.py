@@ -105,26 +105,6 @@ def shared_calls(groups: int = 3, samples: int = 3, prompt: int = 30) -> list[Tr
     return calls
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "llama"])
-def test_law_10_in_float32(kind: str, tmp_path: Path) -> None:
-    found = []
-    for packing in ("trie", "padded"):
-        made = make_trainer(tmp_path / packing, tiny_model(kind), packing=packing, algo={"beta": 0.1})
-        found.append(
-            (
-                gradients(made, shared_calls()),
-                made.totals.counts[0].item(),
-                made.forwards.policy_logprobs(sampled(shared_calls())),
-            )
-        )
-    ((loss, grads), tokens, scores), ((other_loss, other_grads), other_tokens, other_scores) = found
-    assert loss == pytest.approx(other_loss, abs=1e-5)
-    assert_close(grads, other_grads, 1e-5)
-    assert tokens < 0.6 * other_tokens
-    for one, two in zip(scores, other_scores, strict=True):
-        assert one == pytest.approx(two, abs=1e-5)
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logits_in_chunks_change_no_number(temperature: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     made = make_trainer(tmp_path, exact_model(), algo={"temperature": temperature})
