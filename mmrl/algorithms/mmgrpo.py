@@ -113,12 +113,6 @@ def most_diverse(members: Sequence[Member], size: int) -> list[Member]:
     ]
 
 
-def cyclic(members: Sequence[Member], size: int) -> list[Member]:
-    """Repeat the group from its head until it has `size` members."""
-    copies = [replace(members[i % len(members)], filler=True) for i in range(len(members), size)]
-    return [*members, *copies]
-
-
 def _trace(scored: ScoredRollout, algo: MmgrpoConfig) -> list[Member]:
     """Select the calls of a rollout that are trained, with their rewards (docs/algorithms.md, mmGRPO)."""
     calls = scored.path
@@ -197,5 +191,7 @@ def _sized(members: Sequence[Member], rollouts: int, algo: MmgrpoConfig) -> list
         return []
     if algo.padding_mode == "ragged":
         return most_diverse(members, min(algo.group_size or len(members), len(members)))
-    padded = cyclic(members, rollouts)
+    # Repeated from its head.
+    copies = [replace(members[i % len(members)], filler=True) for i in range(len(members), rollouts)]
+    padded = [*members, *copies]
     return padded if algo.group_size is None else most_diverse(padded, algo.group_size)

@@ -263,16 +263,13 @@ def order(calls: Sequence[Call], mix: Mapping[str, float], seed: int) -> Iterato
 
 def step_batch(step: int, calls: Sequence[Call]) -> StepBatch:
     """Return the calls of a step: the loss is the mean over all their completion tokens."""
-    weight = 1 / sum(len(call.completion_ids) for call in calls)
-    trained = [train_call(f"{index}", call, weight) for index, call in enumerate(calls)]
+    weight, trained = 1 / sum(len(call.completion_ids) for call in calls), []
+    for index, call in enumerate(calls):
+        # All tokens have advantage 1 and one weight; the id is one within the step.
+        ones = (1.0,) * len(call.completion_ids)
+        entry = Entry(call=f"{index}", reward=1.0, advantages=ones, weights=(weight,) * len(ones))
+        trained.append(TrainCall(call=replace(call, id=f"{index}"), entries=(entry,)))
     return StepBatch(step=step, calls=trained, metrics={"train/sequences": float(len(calls))})
-
-
-def train_call(name: str, call: Call, weight: float) -> TrainCall:
-    """Return a call whose tokens all have advantage 1 and one weight; `name`: its id within the step."""
-    tokens = len(call.completion_ids)
-    entry = Entry(call=name, reward=1.0, advantages=(1.0,) * tokens, weights=(weight,) * tokens)
-    return TrainCall(call=replace(call, id=name), entries=(entry,))
 
 
 def digest(calls: Sequence[Call]) -> str:

@@ -18,10 +18,6 @@ from tests.helpers.runs import command
 POOL = [Example(id=f"q{number}", inputs={}) for number in range(12)]
 
 
-def rewards_of(example, settled):
-    return (1.0, 1.0) if example.id in settled else (0.0, 1.0)
-
-
 def run(first, settled, rounds, key=(0, 1)):
     asked = []
 
@@ -29,7 +25,7 @@ def run(first, settled, rounds, key=(0, 1)):
         asked.append([example.id for example in examples])
         grow = Grow(("a",))
         for example in examples:
-            for index, reward in enumerate(rewards_of(example, settled)):
+            for index, reward in enumerate((1.0 if example.id in settled else 0.0, 1.0)):
                 grow.chain(f"{example.id}/{index}", ("a",), reward)
         return grow.forest
 

@@ -92,7 +92,6 @@ def test_weights_per_module_need_the_module_of_a_chat(tmp_path):
     [
         ({"algo.source": "file"}, "algo.file: missing"),
         ({"algo.file": "x.jsonl"}, "algo.file: got x.jsonl, which has no effect with source=task"),
-        ({"algo.min_reward": 0.5}, "algo.min_reward: got 0.5, which has no effect with source=task"),
         ({"algo.modules": {"a": 0.0}}, "algo.modules.a: got 0.0, expected a number above 0"),
     ],
 )

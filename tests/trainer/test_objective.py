@@ -48,6 +48,8 @@ def test_without_beta_the_reference_only_reports() -> None:
     [
         # d/dlp of -r A is -r A where the unclipped branch is active, and 0 elsewhere.
         ("clip", None, [True, False, False, True, False, False], [0, 1.3, -0.7, 0, -1.0, -1.1]),
+        # Its own upper bound: 1.3 is within.
+        ("clip", 0.35, [False, False, False, True, False, False], [-1.3, 1.3, -0.7, 0, -1.0, -1.1]),
         # A bounded weight takes away no gradient.
         ("cispo", 0.15, [True, True, True, True, False, False], [-1.15, 1.15, -0.8, 0.8, -1.0, -1.1]),
     ],
@@ -61,14 +63,6 @@ def test_gradients_of_clipped_ratios(kind: str, high: float | None, clipped: lis
     assert result.clipped.tolist() == clipped
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == pytest.approx(gradient)
-
-
-def test_clip_high_moves_the_upper_bound_alone() -> None:
-    logprobs = torch.tensor([1.3, 0.7]).log()
-    advantages = torch.tensor([1.0, -1.0])
-    result = token_loss(logprobs, torch.zeros(2), None, advantages, torch.ones(2), 0.2, 0.35, 0.0)
-    assert result.clipped.tolist() == [False, True]
-    assert float(result.loss) == pytest.approx(-1.3 + 0.8)
 
 
 CALLS = torch.tensor([0, 0, 1, 2, 2, 2])

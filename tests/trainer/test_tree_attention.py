@@ -143,16 +143,6 @@ def test_joins_of_very_different_sizes_stay_finite() -> None:
     assert torch.allclose(found, masked(query, key, value, tree, 1.0).transpose(1, 2), atol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without")
-def test_flex_attention_sees_the_same_pairs() -> None:
-    """The GPU path's mask, in FlexAttention's uncompiled form."""
-    rows = [(*[7] * 30, branch, *[branch] * (10 + branch)) for branch in range(3)] + [(9,) * 20]
-    tree = tree_of(rows)
-    query, key, value = (tensor.detach().float() for tensor in inputs(tree.tokens, 2, 2))
-    with torch.no_grad():
-        assert torch.allclose(flex(query, key, value, tree, 0.3), masked(query, key, value, tree, 0.3), atol=1e-5)
-
-
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """FlexAttention compiled as on a GPU, by the C++ kernel of PyTorch's compiler, which has a forward pass alone."""
@@ -168,9 +158,12 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.compiler.reset()
 
 
-@pytest.mark.usefixtures("compiled")
-def test_compiled_flex_attention_sees_the_same_pairs() -> None:
-    """Several of the mask's blocks of 128 tokens."""
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("kernel", ["compiled", "plain"])
+def test_flex_attention_sees_the_same_pairs(kernel: str, request: pytest.FixtureRequest) -> None:
+    """The GPU path's mask, over several of its blocks of 128 tokens."""
+    if kernel == "compiled":
+        request.getfixturevalue("compiled")
     tree = tree_of([(*[7] * 150, branch, *[branch] * (10 + branch)) for branch in range(3)] + [(9,) * 20])
     query, key, value = (tensor.detach().float() for tensor in inputs(tree.tokens, 2, 2))
     with torch.no_grad():
