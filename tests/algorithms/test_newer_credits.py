@@ -179,12 +179,10 @@ def test_tree_grpo_on_one_tree_is_twice_grpo(forest):
 def maze():
     """Two rollouts that pass the same door, the second of them twice."""
     grow = Grow(("agent",))
-    door = {"facts": {"state": "door"}}
     for index, (path, reward) in enumerate(((("start", "door"), 1.0), (("start", "door", "door"), 0.0))):
         parent = None
         for turn, place in enumerate(path):
-            facts = door["facts"] if place == "door" else {"state": place}
-            parent = grow.call(f"q/{index}#{turn}", parent, "agent", facts=facts)
+            parent = grow.call(f"q/{index}#{turn}", parent, "agent", facts={"state": place})
         grow.end(parent, reward, id=f"q/{index}")
     return grow.forest
 

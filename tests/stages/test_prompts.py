@@ -45,10 +45,6 @@ def content(path):
     return sorted(data.splitlines()) if path.name == "rollouts.jsonl" else data
 
 
-def keys(folder):
-    return [one["key"] for line in lines(folder / "prompts" / "rollouts.jsonl") for one in line["rollouts"]]
-
-
 @pytest.fixture(scope="module")
 def task():
     return banking()
@@ -149,7 +145,7 @@ def test_a_stage_killed_at_any_batch_goes_on_to_the_same_files(tmp_path, task, m
     assert runs > 2 and len(rest.requests) <= 20
     for name in FILES:
         assert content(killed / name) == content(folder / name), name
-    stored = keys(killed)
+    stored = [one["key"] for line in lines(killed / "prompts" / "rollouts.jsonl") for one in line["rollouts"]]
     assert len(stored) == len(set(stored)), "nothing that was stored is paid for again"
     assert vars(again) == {**vars(result), "prompts": again.prompts}
     metrics = [[comparable(record) for record in RunDir.read(path).history()] for path in (folder, killed)]

@@ -250,13 +250,10 @@ class Rollouts:
             if rollout.reward is None:
                 self._failed[need.key] = rollout, result
             else:
-                self._store(result)
+                # Before it is used: what an optimiser has seen is never sampled again.
+                self.store.append({"rollouts": [result]})
         self.paid.update({"rollouts": 1, **{name: result[name] for name in COSTS}})
         return result
-
-    def _store(self, result: JsonObject) -> None:
-        # Before it is used: what an optimiser has seen is never sampled again.
-        self.store.append({"rollouts": [result]})
 
     async def _sampled(self, need: Need) -> tuple[Rollout, JsonObject]:
         # Of its own: two draws of one candidate and example may run at once.
@@ -311,7 +308,7 @@ class Rollouts:
             limit = self.stage.config.eval.max_failed_share
             refuse_failures(errors, [rollout for rollout, _ in failed], limit, "a batch of the search", key="eval")
         for _, result in failed:
-            self._store(result)
+            self.store.append({"rollouts": [result]})
 
 
 def _draw(module: dspy.Module) -> tuple[float | None, int | None]:
