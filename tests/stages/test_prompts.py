@@ -142,7 +142,7 @@ def test_a_stage_killed_at_any_batch_goes_on_to_the_same_files(tmp_path, task, m
             again, rest = optimised(killed, task, algo, **OPTIONS[algo])
         except KeyboardInterrupt:
             runs += 1
-    assert runs > 2 and len(rest.requests) <= 20
+    assert runs > (2 if algo == "miprov2" else 1) and len(rest.requests) <= 20
     for name in FILES:
         assert content(killed / name) == content(folder / name), name
     stored = [one["key"] for line in lines(killed / "prompts" / "rollouts.jsonl") for one in line["rollouts"]]
