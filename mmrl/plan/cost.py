@@ -48,15 +48,6 @@ on one H200 (docs/performance.md), assumed for all."""
 NAMES = ("cpu", *GPUS)
 
 
-def device(name: str, threads: int = 1, matmul: str = "torch") -> Device:
-    """Return the device called `name`, one of `NAMES`; `cpu` is measured (a quarter of a second).
-
-    Args:
-        matmul: `model.matmul`, whose products a CPU is measured with.
-    """
-    return measured_cpu(threads, matmul) if name == "cpu" else GPUS[name]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
     """A GPU of this machine."""
@@ -100,8 +91,16 @@ def known_gpu(gpu: Gpu) -> Device:
     return replace(row, memory=gpu.memory)
 
 
-def measured_cpu(threads: int, matmul: str = "torch") -> Device:
-    """Return this machine's CPU: a float32 matrix product and a copy, best of several."""
+def device(name: str, threads: int = 1, matmul: str = "torch") -> Device:
+    """Return the device called `name`, one of `NAMES`; `cpu` is measured (a quarter of a second).
+
+    That is a float32 matrix product and a copy, best of several.
+
+    Args:
+        matmul: `model.matmul`, whose products a CPU is measured with.
+    """
+    if name != "cpu":
+        return GPUS[name]
     import torch
 
     from mmrl.models.linear import onednn

@@ -206,6 +206,7 @@ class Plan:
             + (f", rollouts on {rollout_devices} more" if rollout_devices else "")
         )
         trained = f"{trained_parameters(config, self.shape):,} of {self.shape.parameters:,} parameters trained"
+        saved = f"{1 - step.trained_unique / step.trained:.0%}" if step.trained else "nothing"
         blocks = [
             head + "\n" + trained,
             f"one step ({self.source})\n" + align(self._work()),
@@ -216,7 +217,7 @@ class Plan:
             f"{self._evaluating()}\n"
             + align([[name, f"{short(spent)} s", f"{spent / parts:.0%}"] for name, spent in times.items()]),
             f"assumed: {self.device.flops / 1e12:.3g} TFLOP/s, {self.device.bandwidth / 1e9:.0f} GB/s, update at "
-            f"{self.device.utilisation:.0%} of it; sharing saves {_ratio(step.trained, step.trained_unique)} of the "
+            f"{self.device.utilisation:.0%} of it; sharing saves {saved} of the "
             "update's tokens. Estimates: docs/performance.md says how far off they were.",
         ]
         blocks += [self.fleet.text()] if self.fleet is not None else []
@@ -251,10 +252,6 @@ class Plan:
             numbers = (load.calls, load.prompt, load.prompt_unique, load.completion, load.trained, load.trained_unique)
             rows.append([name, *(f"{number:,.0f}" for number in numbers)])
         return rows
-
-
-def _ratio(raw: float, unique: float) -> str:
-    return f"{1 - unique / raw:.0%}" if raw else "nothing"
 
 
 def _size(size: float) -> str:

@@ -105,18 +105,15 @@ class _Server:
     def advance(self, now: float) -> None:
         """Decode until `now`."""
         if self.rows:
-            self.progress += (now - self.since) / self._step_s
+            self.progress += (now - self.since) / self.step_s
         if self.rows or self.joining:
             self.busy_s += now - self.since
         self.since = now
 
     @property
-    def _step_s(self) -> float:
+    def step_s(self) -> float:
+        """Seconds of a decode step of the calls that are there."""
         return self.speed.step_s + self.speed.row_s * len(self.rows)
-
-    def next_end(self) -> float:
-        """Return when the first of the calls that decode ends, if none joins."""
-        return self.since + max(0.0, self.rows[0][0] - self.progress) * self._step_s
 
 
 def play(calls: Sequence[PlayedCall], servers: int, speed: Speed, processes: int, calls_per_s: float) -> Rollouts:
@@ -160,7 +157,9 @@ def play(calls: Sequence[PlayedCall], servers: int, speed: Speed, processes: int
     def changed(server: _Server) -> None:
         server.changes += 1
         if server.rows:
-            happens(server.next_end(), "ends", server.changes, server)
+            # When the first of the calls that decode ends, if none joins.
+            left = max(0.0, server.rows[0][0] - server.progress)
+            happens(server.since + left * server.step_s, "ends", server.changes, server)
 
     for number, call in enumerate(calls):
         if call.parent is None:

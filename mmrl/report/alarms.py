@@ -93,11 +93,6 @@ def _curve(history: History, key: str) -> tuple[np.ndarray, np.ndarray]:
     return np.array([record["step"] for record, _ in counts], dtype=np.int64), shares
 
 
-def current(history: History) -> list[Alarm]:
-    """Return the alarms that are on at the last step."""
-    return [alarm for alarm in alarms(history) if alarm.until is None]
-
-
 Criterion: TypeAlias = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 """Trailing means (n >= 1) -> where the rule rings, and the reference of the means; both of length n."""
 
@@ -127,7 +122,7 @@ def rules(history: History, window: int = WINDOW) -> tuple[AlarmRule, ...]:
     length, cut = module_keys(history, ("length",)), module_keys(history, ("finish_length_share",))
     return (
         # Credit and update.
-        AlarmRule("reward_collapse", ["reward/mean"], _below_best(0.1, share=0.5)),
+        AlarmRule("reward_collapse", ["reward/mean"], _off_best(0.1, share=0.5)),
         AlarmRule("zero_variance", ["credit/zero_variance_share"], at_least(0.95)),
         AlarmRule("states_never_repeat", ["credit/anchored_later_share"], _at_most(0.02)),
         # Nats per token; bfloat16 alone made 0.05 of them with SmolLM2-135M.
@@ -146,13 +141,13 @@ def rules(history: History, window: int = WINDOW) -> tuple[AlarmRule, ...]:
         AlarmRule("empty_searches", ["task/empty_searches"], above(EMPTY_SEARCHES), subject="search"),
         AlarmRule("answers_growing", ["task/answer_words"], _above_first(3.0, at_least=8.0)),
         AlarmRule("many_candidates", ["task/answer_candidates"], above(2.5)),
-        AlarmRule("calls_falling", ["rollouts/calls_per_rollout"], _below_best(0.5, share=0.4)),
+        AlarmRule("calls_falling", ["rollouts/calls_per_rollout"], _off_best(0.5, share=0.4)),
         # Modules and turns.
         AlarmRule("entropy_collapse", entropy, _below_first(0.05)),
         AlarmRule("never_parses", valid, _at_most(NEVER_VALID)),
         AlarmRule("never_parses", useless, at_least(1 - NEVER_VALID), "never_valid"),
-        AlarmRule("format_falling", valid, _below_best(0.2)),
-        AlarmRule("format_falling", faulty, _above_best(0.2), "faults_rising"),
+        AlarmRule("format_falling", valid, _off_best(0.2)),
+        AlarmRule("format_falling", faulty, _off_best(0.2, lowest=True), "faults_rising"),
         AlarmRule("length_runaway", length, _above_first(3.0), "length_growing"),
         AlarmRule("length_runaway", cut, _risen(0.3, at_least=0.5), "cut", "task.max_tokens"),
         AlarmRule("copies", similarity, at_least(0.98)),  # mean token F1 between the texts of a group
@@ -192,22 +187,16 @@ def _risen(by: float, at_least: float) -> Criterion:
     return lambda means: ((means >= at_least) & (means - means[0] > by), np.full_like(means, means[0]))
 
 
-def _below_best(by: float, share: float = 0.0) -> Criterion:
-    """Build a condition that rings more than `by`, and more than `share` of it, below the highest mean."""
+def _off_best(by: float, share: float = 0.0, lowest: bool = False) -> Criterion:
+    """Build a condition that rings more than `by`, and more than `share` of it, below the highest mean so far.
+
+    Args:
+        lowest: above the lowest mean instead, for metrics that should be low.
+    """
 
     def criterion(means: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        best = np.maximum.accumulate(means)
-        return best - means > np.maximum(share * np.abs(best), by), best
-
-    return criterion
-
-
-def _above_best(by: float) -> Criterion:
-    """Build a condition that rings more than `by` above the lowest mean, for metrics that should be low."""
-
-    def criterion(means: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        best = np.minimum.accumulate(means)
-        return means - best > by, best
+        best = (np.minimum if lowest else np.maximum).accumulate(means)
+        return np.abs(best - means) > np.maximum(share * np.abs(best), by), best
 
     return criterion
 

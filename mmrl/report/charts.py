@@ -61,10 +61,6 @@ POINTS = 300
 """Points drawn per line; longer runs are thinned by averaging."""
 
 
-Points: TypeAlias = Sequence[tuple[int, float, float | None, float | None]]
-"""(step, value, low, high)."""
-
-
 # --- one run
 
 
@@ -86,19 +82,17 @@ def reward_curve(history: History) -> str:
         return svg(f"training {name} by step")
 
 
-def evaluation_curve(curves: Mapping[str, Points], split: str) -> str:
+def evaluation_curve(history: History, split: str, names: Sequence[str]) -> str:
     """Draw evaluation metrics over steps, the first one with its interval as a band; empty without values."""
-    curves = {name: points for name, points in curves.items() if points}
+    curves = {name: points for name in names if len((points := series(history, f"eval/{split}/{name}"))[0])}
     if not curves:
         return ""
     with drawing() as (axes, svg):
-        first = next(iter(curves.values()))
-        bounded = [(step, low, high) for step, _, low, high in first if low is not None and high is not None]
-        if bounded:
-            steps, lows, highs = zip(*bounded, strict=True)
-            axes.fill_between(steps, lows, highs, color=LINES[0], alpha=0.18, linewidth=0)
-        columns = {name: np.array([point[:2] for point in points]).T for name, points in curves.items()}
-        _draw(axes, {name: (steps, values) for name, (steps, values) in columns.items()}, MARKERS)
+        (steps, lows), (_, highs) = (
+            series(history, f"eval/{split}/{next(iter(curves))}_{end}") for end in ("low", "high")
+        )
+        axes.fill_between(steps, lows, highs, color=LINES[0], alpha=0.18, linewidth=0)
+        _draw(axes, curves, MARKERS)
         _by_step(axes, f"score on {split}")
         return svg(f"score on {split} by step")
 
@@ -136,7 +130,8 @@ def _draw(axes: Axes, curves: Mapping[str, tuple[np.ndarray, np.ndarray]], marke
             color=LINES[index % len(LINES)],
             linestyle="-" if markers else DASHES[index // len(LINES) % len(DASHES)],
             marker=markers[index] if markers else _point(values),
-            label=_label(name),
+            # matplotlib leaves labels that start with an underscore out of the legend.
+            label=f"\u200a{name}" if name.startswith("_") else name,
             linewidth=1.6 + 2.4 * alike,
             markersize=5 + 3 * alike,
             zorder=3 - 0.01 * index,
@@ -182,11 +177,6 @@ def whole_steps(axes: Axes) -> None:
 
     axes.set(xlabel="step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6, min_n_ticks=1))
-
-
-def _label(name: str) -> str:
-    # matplotlib leaves labels that start with an underscore out of the legend.
-    return f"\u200a{name}" if name.startswith("_") else name
 
 
 def _thin(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

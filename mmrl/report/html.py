@@ -62,7 +62,8 @@ def write_report(overview: Overview) -> Path:
     run, training = overview.run, overview.training
     folders = [*sorted(run.checkpoints.glob("checkpoint-*")), Path(located(str(overview.get("model.path", ""))))]
     damaged: list[str] = []
-    blocks, script = browser.blocks(overview, read_tokenizer(folders), damaged), _script()
+    blocks = browser.blocks(overview, read_tokenizer(folders), damaged)
+    script = PackageLoader("mmrl.report").get_source(templates(), "browser.js")[0]
     facts = {name: fact for name, fact in overview.environment.items() if name != "config"}  # it has its own section
     page = rendered(
         "run.html",
@@ -118,10 +119,6 @@ def templates() -> Environment:
     return environment
 
 
-def _script() -> str:
-    return PackageLoader("mmrl.report").get_source(templates(), "browser.js")[0]
-
-
 def rendered(template: str, **values: object) -> bytes:
     """Render a page of `templates/`, as UTF-8."""
     page = templates().get_template(template).render(dark_css=DARK_CSS, **values)
@@ -145,11 +142,10 @@ def _curves(overview: Overview) -> dict[str, str]:
     offered = overview.metric_names(overview.split)
     names = dict.fromkeys([overview.main_metric, "em", "f1", "accuracy", "reward"])
     selected = [name for name in names if name is not None and name in offered][:4]
-    curves = {name: overview.evaluations(overview.split, name) for name in selected}
     return {
         f"{learning(overview.training)[0].capitalize()} in training": reward_curve(overview.training),
         f"Evaluation on {overview.split} (band: 95 % interval of {selected[0] if selected else ''})": evaluation_curve(
-            curves, overview.split
+            overview.history, overview.split, selected
         ),
     }
 

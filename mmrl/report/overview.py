@@ -74,15 +74,11 @@ def _items_of(run: RunDir) -> dict[str, dict[int, Sequence[Item]]]:
         if (step := step_of(path)) is not None:
             read = items.setdefault(path.stem.split("-", 2)[2], {})[step] = read_jsonl(path)
             for line, item in enumerate(read, 1):
-                if not _is_item(item):
+                metrics = item.get("metrics")
+                numbers = isinstance(metrics, dict) and all(isinstance(n, int | float) for n in metrics.values())
+                if not (numbers and isinstance(item.get("id"), str)):
                     raise DataError(f"{path}:{line}: expected an item with id (text) and metrics (numbers by name)")
     return items
-
-
-def _is_item(item: Item) -> bool:
-    metrics = item.get("metrics")
-    numbers = isinstance(metrics, dict) and all(isinstance(value, int | float) for value in metrics.values())
-    return isinstance(item.get("id"), str) and numbers
 
 
 @dataclass(frozen=True)
@@ -205,19 +201,9 @@ class Overview:
         measured = [name for name in names if f"{name}_low" in names]
         return sorted(measured, key=lambda name: (name not in FIRST, name == "reward"))
 
-    def evaluations(self, split: str, metric: str) -> list[tuple[int, float, float | None, float | None]]:
-        """Return (step, value, low, high) of every evaluation."""
-        points = []
-        for record in self.history:
-            value = number(record.get(f"eval/{split}/{metric}"))
-            if value is not None:
-                low, high = (number(record.get(f"eval/{split}/{metric}_{end}")) for end in ("low", "high"))
-                points.append((int(record["step"]), value, low, high))
-        return points
-
-    def evaluation_rows(self, split: str, limit: int = 4) -> Rows:
+    def evaluation_rows(self, split: str) -> Rows:
         """Return a row per evaluation with its first metrics and their intervals; [] without any."""
-        names = sorted(self.metric_names(split), key=lambda name: name != self.main_metric)[:limit]
+        names = sorted(self.metric_names(split), key=lambda name: name != self.main_metric)[:4]
         if not names:
             return []
         rows = [["step", *names, "items"]]

@@ -24,7 +24,7 @@ from rich.table import Column
 from rich.text import Text
 
 from mmrl.errors import MODEL_CAUSED
-from mmrl.report.alarms import Alarm, current
+from mmrl.report.alarms import Alarm, alarms
 from mmrl.report.stats import (
     Metrics,
     duration,
@@ -135,7 +135,7 @@ class Progress:
         self._bars.update(self._task.id, pace=self._pace())
         self._history.append({**metrics, "step": step})
         # Before drawing, so that the display shows the alarms of this very step.
-        self._alarms = current(list(self._history))
+        self._alarms = [alarm for alarm in alarms(list(self._history)) if alarm.until is None]
         self._status = ""
         self._draw()
         for alarm in self._alarms:

@@ -400,15 +400,11 @@ def refuse_full(path: Path) -> None:
         raise ConfigError(f"run.dir: {path} is a file, expected a new or empty folder")
     # A lock file alone is left by a start that failed before it wrote anything.
     if any(entry.name != LOCK for entry in path.iterdir()):
-        raise ConfigError(f"run.dir: {path} exists and is not empty, nothing was overwritten{_resume_hint(path)}")
-
-
-def _resume_hint(path: Path) -> str:
-    """Return the hint with the command that continues the run in a folder; empty without a run."""
-    if not is_run(path):
-        return ""
-    command = "eval" if "policy" in RunDir(path).config else "train"
-    return f"; to continue it: mmrl {command} resume={shlex.quote(str(path))}"
+        problem = f"run.dir: {path} exists and is not empty, nothing was overwritten"
+        if is_run(path):
+            run = RunDir(path)
+            problem += f"; to continue it: mmrl {'eval' if 'policy' in run.config else 'train'} resume={run.typed}"
+        raise ConfigError(problem)
 
 
 def _run_below(path: Path) -> str:

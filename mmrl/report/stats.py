@@ -110,20 +110,13 @@ def splits_in(history: Iterable[Metrics]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(key.split("/")[1] for key in keys_in(history) if key.startswith("eval/")))
 
 
-def binned(values: Sequence[float], width: int) -> list[float]:
-    """Return at most `width` numbers: means of equal stretches of `values`."""
-    if len(values) <= width:
-        return [float(value) for value in values]
-    return [float(np.mean(part)) for part in np.array_split(np.asarray(values, dtype=np.float64), width)]
-
-
-def sparkline(values: Sequence[float], width: int = 24, *, ascii_only: bool = False) -> str:
-    """Return a character per stretch of values, low to high; empty without values."""
+def sparkline(values: Sequence[float], width: int, *, ascii_only: bool = False) -> str:
+    """Return a character per stretch of values, low to high, at most `width` of them; empty without values."""
     finite = [float(value) for value in values if math.isfinite(value)]
-    if not finite or width < 1:
+    if not finite:
         return ""
     marks = ASCII_BLOCKS if ascii_only else BLOCKS
-    points = binned(finite, width)
+    points = [float(np.mean(part)) for part in np.array_split(finite, min(width, len(finite)))]
     low, high = min(points), max(points)
     # A constant curve would else show its rounding as peaks.
     if high - low <= 1e-12 * max(abs(low), abs(high), 1.0):
@@ -131,7 +124,7 @@ def sparkline(values: Sequence[float], width: int = 24, *, ascii_only: bool = Fa
     return "".join(marks[min(int((point - low) / (high - low) * len(marks)), len(marks) - 1)] for point in points)
 
 
-def short(value: object, digits: int = 3) -> str:
+def short(value: object) -> str:
     """Format a number in few characters: `0.412`, `12.3k`, `4.1G`, `1.2e-06`, `1.2e+15`; `-` if not finite.
 
     What is smaller than 1e-12 is what rounding leaves of a sum of zero, and shown as such.
@@ -143,15 +136,15 @@ def short(value: object, digits: int = 3) -> str:
         return str(value)
     size = abs(finite)
     if size < 1e-12:
-        return f"{0.0:.{digits}f}"
-    if size >= 1e15 or size < 10**-digits:
+        return "0.000"
+    if size >= 1e15 or size < 1e-3:
         return f"{finite:.1e}"
     for least, scale, unit in ((1e12, 1e12, "T"), (1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if size >= least:
             return f"{finite / scale:.1f}{unit}"
     if size >= 100 or (finite == int(finite) and size >= 2):
         return f"{finite:.0f}"
-    return f"{finite:.1f}" if size >= 10 else f"{finite:.{digits}f}"
+    return f"{finite:.1f}" if size >= 10 else f"{finite:.3f}"
 
 
 def fixed(value: float, digits: int = 3) -> str:

@@ -31,6 +31,7 @@ from mmrl.models.save import check_template, copy_adapter, copy_full, write_merg
 from mmrl.report.card import CardFacts, is_hub_id, model_card, shorten_path, snippets
 from mmrl.report.overview import Overview, damage_named
 from mmrl.report.rundir import RunDir
+from mmrl.report.stats import series
 from mmrl.run.build import build_task
 from mmrl.run.settle import WeightRunConfig, announce_code, module_assignment, weight_run
 from mmrl.system.files import atomic_dir, dumps, user_path
@@ -131,7 +132,7 @@ def select_checkpoint(overview: Overview, text: str) -> Path:
     available = f"(there are: {', '.join(map(str, checkpoints))})"
     if text == "best":
         metric = overview.main_metric
-        points = {step: value for step, value, _, _ in overview.evaluations(overview.split, metric)} if metric else {}
+        points = dict(zip(*series(overview.history, f"eval/{overview.split}/{metric}"), strict=True))
         scored = {step: value for step, value in points.items() if step in checkpoints}
         if not scored:
             raise CheckpointError(f"{overview.run.path}: no step with a checkpoint was evaluated {available}")

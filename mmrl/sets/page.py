@@ -88,10 +88,6 @@ def _ours(result: SetResult, value: Value) -> str:
     return _number(result, value.mean, value.std) + seeds
 
 
-def _reported(result: SetResult, value: Value) -> str:
-    return _number(result, value.paper, value.paper_std)
-
-
 def _cell_rows(result: SetResult) -> Rows:
     """Return a line per cell."""
     numbers = ["ours", "std", "seeds", "95 % interval", "items", "paper", "difference"]
@@ -266,7 +262,9 @@ class SetPage:
         if result.spec.scores:
             parts.append(Part("Ours", _grid(result, _ours)))
         if any(value.paper is not None for value in result.values):
-            parts.append(Part("The paper", _grid(result, _reported)))
+            parts.append(
+                Part("The paper", _grid(result, lambda _, value: _number(result, value.paper, value.paper_std)))
+            )
         if result.verdicts:
             parts.append(Part("Claims", _claim_rows(result), CLAIMS))
         if not result.spec.scores:

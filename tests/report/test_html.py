@@ -135,7 +135,12 @@ def test_a_damaged_journal_is_said_on_the_page(tmp_path):
 
 
 def test_curves_without_values_are_empty():
-    assert reward_curve([]) == evaluation_curve({}, "dev") == lines_over_steps([{"step": 1}], {"a": "b"}, "x") == ""
+    assert (
+        reward_curve([])
+        == evaluation_curve([], "dev", ["em"])
+        == lines_over_steps([{"step": 1}], {"a": "b"}, "x")
+        == ""
+    )
 
 
 def test_what_rounding_leaves_of_zero_is_no_curve(tmp_path):
@@ -252,8 +257,12 @@ def test_the_report_that_a_run_writes_at_its_end_calls_it_finished(tmp_path):
 
 
 def test_curves_that_agree_are_both_seen_and_the_legend_is_above_them():
-    same = [(0, 0.2, 0.1, 0.3), (10, 0.5, 0.4, 0.6)]
-    svg = evaluation_curve({"em": same, "f1": [(0, 0.3, None, None), (10, 0.9, None, None)], "reward": same}, "dev")
+    rows = {0: (0.2, 0.1, 0.3, 0.3, 0.2), 10: (0.5, 0.4, 0.6, 0.9, 0.5)}
+    names = ("em", "em_low", "em_high", "f1", "reward")
+    history = [
+        {"step": step, **{f"eval/dev/{n}": v for n, v in zip(names, row, strict=True)}} for step, row in rows.items()
+    ]
+    svg = evaluation_curve(history, "dev", ["em", "f1", "reward"])
     drawn = re.findall(r"fill: none; stroke: (#[0-9a-f]{6}); stroke-width: ([0-9.]+)", svg)
     widths = {color: float(width) for color, width in reversed(drawn)}
     em, f1, reward = (widths[color] for color in LINES[:3])

@@ -9,7 +9,6 @@ import pytest
 from mmrl.report import stats
 from mmrl.report.stats import (
     Difference,
-    binned,
     bootstrap_interval,
     compare_items,
     duration,
@@ -150,12 +149,12 @@ def test_trailing_mean():
 
 
 def test_sparkline():
-    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
-    assert sparkline([2.0, 2.0]) == "▄▄"
-    assert sparkline([math.nan]) == "" == sparkline([1.0], 0)
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 24) == "▁▂▃▄▅▆▇█"
+    assert sparkline([2.0, 2.0], 24) == "▄▄"
+    assert sparkline([math.nan], 24) == ""
     assert len(sparkline(range(1000), 24)) == 24
-    assert sparkline([0, 1], ascii_only=True).isascii()
-    assert binned([1, 1, 3, 3], 2) == [1.0, 3.0]
+    assert sparkline([0, 1], 24, ascii_only=True).isascii()
+    assert sparkline([1, 1, 3, 3], 2) == "▁█"
 
 
 @pytest.mark.parametrize(
