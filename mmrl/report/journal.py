@@ -94,7 +94,9 @@ def read_step(run: RunDir, step: int, *, evaluation: str | None = None) -> tuple
     """
     path = run.journal_path(step, evaluation)
     if not path.is_file():
-        raise CheckpointError(f"{run.path}: no journal of step {step}; {_available(run, evaluation)}")
+        steps = run.journal_steps(evaluation)
+        have = f"journals exist for steps {steps[0]} to {steps[-1]}" if steps else "the run has no journals yet"
+        raise CheckpointError(f"{run.path}: no journal of step {step}; {have}")
     try:
         return decode_step(parse_jsonl(_unzipped(path), str(path)))
     except DataError as error:
@@ -175,11 +177,6 @@ def fields_of(record: object, leave_out: Sequence[str] = ()) -> JsonObject:
         if field.name not in leave_out and (field.default is dataclasses.MISSING or value != field.default):
             written[field.name] = value
     return written
-
-
-def _available(run: RunDir, evaluation: str | None) -> str:
-    steps = run.journal_steps(evaluation)
-    return f"journals exist for steps {steps[0]} to {steps[-1]}" if steps else "the run has no journals yet"
 
 
 def load_rollouts(path: Path) -> Forest:

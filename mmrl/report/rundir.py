@@ -173,7 +173,10 @@ class RunDir:
             runs = ", ".join(map(str, rows_of(path))) or "none has begun"
             raise CheckpointError(f"{path}: is a set of runs that start from one another; give one of them: {runs}")
         if not is_run(path):
-            raise CheckpointError(f"{path}: not a run directory, which has config.yaml and journal/{_run_below(path)}")
+            below = [folder for depth in ("*", "*/*", "*/*/*") for folder in path.glob(depth) if is_run(folder)]
+            newest = max(below, key=lambda run: (run / "config.yaml").stat().st_mtime, default=None)
+            hint = f"; the newest run below it is {newest}" if newest else ""
+            raise CheckpointError(f"{path}: not a run directory, which has config.yaml and journal/{hint}")
         return cls(path)
 
     # --- its examples
@@ -405,13 +408,6 @@ def refuse_full(path: Path) -> None:
             run = RunDir(path)
             problem += f"; to continue it: mmrl {'eval' if 'policy' in run.config else 'train'} resume={run.typed}"
         raise ConfigError(problem)
-
-
-def _run_below(path: Path) -> str:
-    """Return the newest run at most three levels below, as a hint."""
-    runs = [folder for depth in ("*", "*/*", "*/*/*") for folder in path.glob(depth) if is_run(folder)]
-    newest = max(runs, key=lambda run: (run / "config.yaml").stat().st_mtime, default="")
-    return f"; the newest run below it is {newest}" if newest else ""
 
 
 def read_object(path: Path) -> JsonObject:
