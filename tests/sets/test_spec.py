@@ -211,7 +211,6 @@ def test_every_table_stands_in_the_docs():
     [
         ("[1, 2]", "rows: missing"),
         ("rows: {a: {}}", "shows: missing"),
-        ("shows: x\nrows: {a: {seed: 1}}", "rows.a.seed: unknown key; did you mean 'seeds'?"),
         ("shows: x\nrows: {a: {}}\nalgos: {ppoo: [x=1]}", "mine.yaml: algos: got 'ppoo'"),
         ("shows: x\nbase: nowhere\nrows: {a: {}}", "set/base: got 'nowhere'"),
         ("rows: {", "cannot be read"),
