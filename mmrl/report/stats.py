@@ -73,8 +73,6 @@ def learning(history: History) -> tuple[str, np.ndarray, np.ndarray]:
 
 def trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
     """Return the mean over the last `window` values at each place (fewer at the start); same length as `values`."""
-    if not len(values):
-        return values
     # One cumulative sum instead of a window per place: O(n) for runs of any length.
     total = np.cumsum(np.concatenate([[0.0], values]))
     ends = np.arange(1, len(values) + 1)

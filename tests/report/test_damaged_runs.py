@@ -40,8 +40,6 @@ def test_the_damaged_file_is_named(name, old, new, says, tmp_path, monkeypatch, 
     for command in ("show", "report", "compare"):
         assert main([command, str(run.path)]) == 2
         lines = capsys.readouterr().err.splitlines()
-        assert lines and all(line.startswith("error: ") for line in lines) and f"{path.name}{says}" in lines[0], (
-            command,
-            lines,
-        )
+        assert lines and all(line.startswith("error: ") for line in lines), (command, lines)
+        assert f"{path.name}{says}" in lines[0], (command, lines)
     assert not (tmp_path / "outputs").exists()

@@ -11,11 +11,7 @@ from mmrl.report import alarms, html
 ROOT = Path(__file__).resolve().parents[2]
 DOC = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
 FAMILIES = ("reward", "train", "credit", "critic", "refill", "rollouts", "time", "rate", "memory")
-LOGGING = [
-    *(ROOT / "mmrl").glob("stages/*.py"),
-    *(ROOT / "mmrl").glob("trainer/*.py"),
-    *(ROOT / "mmrl").glob("credit/*.py"),
-]
+LOGGING = [path for room in ("stages", "trainer", "credit") for path in (ROOT / "mmrl" / room).glob("*.py")]
 
 
 def keys_in_source():

@@ -83,9 +83,8 @@ def test_seeds_and_items_of_a_claim_are_those_that_all_seeds_have():
     few, all_of = {"d0": 1.0, "d1": 0.0}, {"d0": 1.0, "d1": 0.0, "d2": 1.0}
     one = verdict({("A", "H"): [all_of, few, all_of], ("B", "H"): [few, all_of, {**few, "d0": 0.0}]})
     assert one.difference == pytest.approx(1 / 6) and one.items == 2
-    assert one.over_seeds == pytest.approx(
-        (1 / 6 - 4.3027 * (1 / 12) ** 0.5 / 3**0.5, 1 / 6 + 4.3027 * (1 / 12) ** 0.5 / 3**0.5)
-    )
+    half = 4.3027 * (1 / 12) ** 0.5 / 3**0.5
+    assert one.over_seeds == pytest.approx((1 / 6 - half, 1 / 6 + half))
 
 
 def test_the_intervals_by_hand():
