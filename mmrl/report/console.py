@@ -62,11 +62,9 @@ def show_run(path: Path | str, example: str | None = None, step: int | None = No
 def overview_text(overview: Overview, width: int = 100) -> str:
     """Render curve, evaluations, modules and alarms of a run."""
     parts = [f"{overview.name}: {', '.join(run_facts(overview))}", _kind_text(overview, width), _curve_text(overview)]
-    evaluations = {split: overview.evaluation_rows(split) for split in overview.splits}
     parts += [
         f"evaluations on {split} (with 95 % intervals)\n{align(rows, width=width)}"
-        for split, rows in evaluations.items()
-        if rows
+        for split, rows in overview.evaluations.items()
     ]
     if overview.differences:
         parts.append(

@@ -75,7 +75,7 @@ def write_report(overview: Overview) -> Path:
         title=overview.name,
         facts=" · ".join(run_facts(overview)),
         differences=before_after_rows(overview.differences),
-        evaluations={split: rows for split in overview.splits if (rows := overview.evaluation_rows(split))},
+        evaluations=overview.evaluations,
         scores=list(_scores(overview)) if overview.evaluates else [],
         curves=_curves(overview),
         module_curves=_module_curves(overview),

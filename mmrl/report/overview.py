@@ -201,23 +201,20 @@ class Overview:
         measured = [name for name in names if f"{name}_low" in names]
         return sorted(measured, key=lambda name: (name not in FIRST, name == "reward"))
 
-    def evaluation_rows(self, split: str) -> Rows:
-        """Return a row per evaluation with its first metrics and their intervals; [] without any."""
-        names = sorted(self.metric_names(split), key=lambda name: name != self.main_metric)[:4]
-        if not names:
-            return []
-        rows = [["step", *names, "items"]]
-        for record in self.history:
-            keys = [f"eval/{split}/{name}" for name in names]
-            if any(number(record.get(key)) is not None for key in keys):
-                values = [with_interval(record, key) for key in keys]
-                rows.append([str(record["step"]), *values, short(record.get(f"eval/{split}/n"))])
-        return rows
-
     @property
-    def splits(self) -> list[str]:
-        """Splits that were evaluated, the run's own first."""
-        return sorted(splits_in(self.history), key=lambda split: (split != self.split, split))
+    def evaluations(self) -> dict[str, Rows]:
+        """Split, the run's own first -> a row per evaluation with its first metrics and their intervals."""
+        tables: dict[str, Rows] = {}
+        for split in sorted(splits_in(self.history), key=lambda split: (split != self.split, split)):
+            names = sorted(self.metric_names(split), key=lambda name: name != self.main_metric)[:4]
+            keys = [f"eval/{split}/{name}" for name in names]
+            evaluated = [record for record in self.history if any(number(record.get(key)) is not None for key in keys)]
+            if evaluated:
+                tables[split] = [["step", *names, "items"]]
+            for record in evaluated:
+                values = [with_interval(record, key) for key in keys]
+                tables[split].append([str(record["step"]), *values, short(record.get(f"eval/{split}/n"))])
+        return tables
 
     @cached_property
     def differences(self) -> dict[str, Difference]:
