@@ -221,15 +221,10 @@ def calls_of(forest: Forest, examples: int) -> list[PlayedCall]:
             before = forest.calls[call.parent] if call.parent is not None else None
             # What goes on in the context of the call before it finds that in the cache.
             cached = len(before.prompt_ids) + before.completion_tokens if before is not None and call.turn else 0
+            parent = positions[before.id] if before is not None else None
+            fresh, completion = max(0, len(call.prompt_ids) - cached), call.completion_tokens
             positions[call.id] = len(played)
-            played.append(
-                PlayedCall(
-                    example=str(number),
-                    parent=positions[before.id] if before is not None else None,
-                    prefill=max(0, len(call.prompt_ids) - cached),
-                    completion=call.completion_tokens,
-                )
-            )
+            played.append(PlayedCall(example=str(number), parent=parent, prefill=fresh, completion=completion))
     return played
 
 

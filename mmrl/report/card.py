@@ -125,9 +125,8 @@ def _front_matter(overview: Overview, facts: CardFacts) -> ModelCardData:
 
 def is_hub_id(base: str) -> bool:
     """Return True for a model's name on the hub, False for a folder's."""
-    return (
-        base not in SHIPPED and base not in FETCHED and not Path(base).exists() and not base.startswith((".", "/", "~"))
-    )
+    folder = Path(base).exists() or base.startswith((".", "/", "~"))
+    return not (folder or base in SHIPPED or base in FETCHED)
 
 
 def shorten_path(text: str) -> str:

@@ -88,9 +88,8 @@ def evaluation_curve(history: History, split: str, names: Sequence[str]) -> str:
     if not curves:
         return ""
     with drawing() as (axes, svg):
-        (steps, lows), (_, highs) = (
-            series(history, f"eval/{split}/{next(iter(curves))}_{end}") for end in ("low", "high")
-        )
+        first = f"eval/{split}/{next(iter(curves))}"
+        (steps, lows), (_, highs) = (series(history, f"{first}_{end}") for end in ("low", "high"))
         axes.fill_between(steps, lows, highs, color=LINES[0], alpha=0.18, linewidth=0)
         _draw(axes, curves, MARKERS)
         _by_step(axes, f"score on {split}")

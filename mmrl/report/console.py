@@ -200,9 +200,8 @@ def _paths_and_commands(overview: Overview, problem: str = "") -> str:
     # Objects of a Python process have names that no command can import.
     if not str(overview.get("task.program") or "").startswith("mmrl.system.objects:"):
         # On test, or, of the user's data, dev or train.
-        real_splits = [
-            split for split in ("test", "dev", "train") if overview.get(f"task.data.{split}") not in (None, "mini")
-        ]
+        sources = {split: overview.get(f"task.data.{split}") for split in ("test", "dev", "train")}
+        split = next((split for split, source in sources.items() if source not in (None, "mini")), "test")
         policy = shlex.quote(path_override("policy", path))
-        rows["evaluate"] = f"mmrl eval {policy} split={real_splits[0] if real_splits else 'test'}"
+        rows["evaluate"] = f"mmrl eval {policy} split={split}"
     return facts_table(rows, indent="")

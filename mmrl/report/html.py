@@ -142,12 +142,10 @@ def _curves(overview: Overview) -> dict[str, str]:
     offered = overview.metric_names(overview.split)
     names = dict.fromkeys([overview.main_metric, "em", "f1", "accuracy", "reward"])
     selected = [name for name in names if name is not None and name in offered][:4]
-    return {
-        f"{learning(overview.training)[0].capitalize()} in training": reward_curve(overview.training),
-        f"Evaluation on {overview.split} (band: 95 % interval of {selected[0] if selected else ''})": evaluation_curve(
-            overview.history, overview.split, selected
-        ),
-    }
+    training = f"{learning(overview.training)[0].capitalize()} in training"
+    evaluation = f"Evaluation on {overview.split} (band: 95 % interval of {''.join(selected[:1])})"
+    curve = evaluation_curve(overview.history, overview.split, selected)
+    return {training: reward_curve(overview.training), evaluation: curve}
 
 
 def _module_curves(overview: Overview) -> dict[str, str]:

@@ -152,11 +152,8 @@ def example_text(overview: Overview, example: str, step: int | None, width: int)
     if not results:
         ids |= dict.fromkeys(item["id"] for items in evaluated.values() for item in items)
         raise ConfigError(clean(unknown("example", example, ids)))
-    rows = _item_rows(
-        "evaluation",
-        {f"{split}, step {after}": item for (split, after), item in results.items()},
-        metric_names(list(results.values()))[:COLUMNS],
-    )
+    named = {f"{split}, step {after}": item for (split, after), item in results.items()}
+    rows = _item_rows("evaluation", named, metric_names([*results.values()])[:COLUMNS])
     inputs = input_lines(run.examples.get((next(iter(results))[0], example)))
     parts = ["\n".join([f"item {clean(example)}", *inputs, align(rows, width=width)])]
     # Its calls, where an evaluation has stored them.

@@ -92,13 +92,8 @@ def _table(trials: Sequence[JsonObject]) -> str:
         failed = ", ".join(f"{clean(kind)} {count}" for kind, count in trial["failed"].items())
         best = "-" if trial["best"] is None else f"{trial['best']:.4f}"
         items = f"{trial['items']}" + (" (all)" if trial["full"] else "")
-        rows.append(
-            [
-                f"{trial['trial']}",
-                clean(trial["candidate"][:8]),
-                *(items, f"{trial['score']:.4f}", best, " ".join(map(str, counts)), failed or "-"),
-            ]
-        )
+        measured = [items, f"{trial['score']:.4f}", best, " ".join(map(str, counts)), failed or "-"]
+        rows.append([f"{trial['trial']}", clean(trial["candidate"][:8]), *measured])
     left_out = len(trials) - len(listed)
     note = f"\n{left_out} trials on some of the examples are in {FOLDER}/{TRIALS}" if left_out else ""
     return align(rows) + note

@@ -144,9 +144,8 @@ def _compare_runs(request: SetRequest) -> int:
     stray = [key for key in keys.model_fields_set if key not in ("name", "out")]
     stray += [word.partition("=")[0] for word in request.overrides]
     if stray:
-        raise ConfigError(
-            f"{key}: has no effect on runs that are there; leave it or the run directories out" for key in stray
-        )
+        says = "has no effect on runs that are there; leave it or the run directories out"
+        raise ConfigError(f"{key}: {says}" for key in stray)
     paths = [Path(path) for path in dict.fromkeys(request.names)]
     runs = find_runs(paths)
     # A folder of runs is a set with the folder's name; single run directories have no common name.

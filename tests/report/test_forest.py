@@ -13,14 +13,8 @@ from tests.helpers.forests import Grow
 
 
 def small():
-    first = {
-        "id": "c0",
-        "example": "q",
-        "parent": None,
-        "module": "a",
-        "completion_tokens": 3,
-        "logprobs": [-1, -2, -3],
-    }
+    first = {"id": "c0", "example": "q", "parent": None, "module": "a", "completion_tokens": 3}
+    first["logprobs"] = [-1, -2, -3]
     second = {"id": "c1", "example": "q", "parent": "c0", "module": "b", "invocation": 0, "turn": 1, "penalty": -0.5}
     second |= {"completion_ids": [5, 6], "observation_tokens": 1, "values": [0.1, 0.2, 0.3]}
     rollout = {"id": "r0", "example": "q", "leaf": "c1", "reward": 1, "error": None, "fork": "a"}

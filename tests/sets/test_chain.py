@@ -29,16 +29,9 @@ from mmrl.system.conf import conf_dir
 from mmrl.system.files import append_jsonl, digests
 from scripts.chaos.compare import comparable
 
-SMALL = [
-    "task=banking77",
-    "eval.items=6",
-    "train.save_every=1",
-    "stage.sft.train.steps=2",
-    "stage.sft.train.batch_size=2",
-    "stage.mmgrpo.train.steps=1",
-    "stage.mmgrpo.train.batch_size=2",
-    "stage.mmgrpo.algo.rollouts=2",
-]
+SMALL = ["task=banking77", "eval.items=6", "train.save_every=1"]
+SMALL += ["stage.sft.train.steps=2", "stage.sft.train.batch_size=2"]
+SMALL += ["stage.mmgrpo.train.steps=1", "stage.mmgrpo.train.batch_size=2", "stage.mmgrpo.algo.rollouts=2"]
 
 
 def staged(*words: str) -> StagedCommandConfig:

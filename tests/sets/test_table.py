@@ -271,9 +271,8 @@ def test_a_row_that_cannot_run_is_refused_in_one_line(calls, capsys):
     Path("conf/set/own.yaml").write_text(SPEC.replace("rows:\n", f"rows:\n  Next: {row}\n"))
     assert main(TABLE) == 2
     (error,) = capsys.readouterr().err.splitlines()
-    assert error.startswith(
-        "error: Next: model: got tiny (tiny_prompts), and FoF, from which it starts, is tiny (tiny)"
-    )
+    expected = "error: Next: model: got tiny (tiny_prompts), and FoF, from which it starts, is tiny (tiny)"
+    assert error.startswith(expected)
     assert calls() == [] and not Path("outputs").exists()
 
 
