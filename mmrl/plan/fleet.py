@@ -12,7 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from itertools import count
+from itertools import count, product
 
 from mmrl import rng
 from mmrl.config import TrainCommandConfig
@@ -196,15 +196,11 @@ def play(calls: Sequence[PlayedCall], servers: int, speed: Speed, processes: int
 
 def repeated(calls: Sequence[PlayedCall], times: int) -> list[PlayedCall]:
     """Return the calls of so many equal batches."""
-    return [
-        replace(
-            call,
-            example=f"{number}/{call.example}",
-            parent=None if call.parent is None else call.parent + number * len(calls),
-        )
-        for number in range(times)
-        for call in calls
-    ]
+    batches = []
+    for number, call in product(range(times), calls):
+        parent = None if call.parent is None else call.parent + number * len(calls)
+        batches.append(replace(call, example=f"{number}/{call.example}", parent=parent))
+    return batches
 
 
 def calls_of(forest: Forest, examples: int) -> list[PlayedCall]:
@@ -374,15 +370,11 @@ def server_speed(config: TrainCommandConfig, shape: Shape, device: Device, step:
     vllm = config.engine.as_vllm
     room = cache_room(vllm, device, weights) if vllm is not None else 0.5 * device.memory
     at_once = max(1, min(AT_ONCE, int(room / cache)))
-    if token_s is not None:
-        return Speed(at_once=at_once, step_s=token_s, prefill_s=prefill_s)
-    floor = DECODE_OVERHEAD_S.get(device.name, 0.0) * shape.layers
-    return Speed(
-        at_once=at_once,
-        step_s=weights / device.bandwidth + floor,
-        row_s=cache / device.bandwidth,
-        prefill_s=prefill_s,
-    )
+    step_s, row_s = token_s, 0.0
+    if step_s is None:
+        floor = DECODE_OVERHEAD_S.get(device.name, 0.0) * shape.layers
+        step_s, row_s = weights / device.bandwidth + floor, cache / device.bandwidth
+    return Speed(at_once=at_once, step_s=step_s, row_s=row_s, prefill_s=prefill_s)
 
 
 def push_seconds(config: TrainCommandConfig, shape: Shape) -> float:

@@ -152,18 +152,11 @@ def decode_step(lines: Sequence[JsonObject]) -> tuple[Forest, list[JsonObject]]:
             raise ValueError(f"unknown kind of line '{kind}'")
     if head is None:
         raise ValueError("no forest line")
-    forest = Forest(
-        calls={call.id: call for call in calls},
-        rollouts=tuple(rollouts),
-        modules=tuple(head["modules"]),
-        step=head["step"],
-        meta=head["meta"],
-    )
-    return forest, entries
+    return Forest(calls={call.id: call for call in calls}, rollouts=tuple(rollouts), **_tuples(head)), entries
 
 
 def _tuples(record: JsonObject) -> JsonObject:
-    """Convert the lists of a call or an entry, which are ids and numbers per token, to tuples; facts stay lists."""
+    """Convert a record's lists to tuples: of a call or an entry ids and numbers per token; facts stay lists."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in record.items()}
 
 

@@ -223,10 +223,9 @@ def credit_line(entry: EntryFields) -> str:
     line = f"reward {short(entry.get('reward'))}{format_reward(entry.get('reward'), entry.get('parts') or {})}"
     group = entry.get("group")
     if group is not None:
-        line += f" · group {group} (n {entry.get('group_size', 0)}"
-        if entry.get("mean") is not None:
-            line += f", mean {short(entry['mean'])}, std {short(entry.get('std'))}"
-        line += ")"
+        known = entry.get("mean") is not None
+        spread = f", mean {short(entry['mean'])}, std {short(entry.get('std'))}" if known else ""
+        line += f" · group {group} (n {entry.get('group_size', 0)}{spread})"
     line += f" · advantage {advantage_of(entry)}"
     weights = entry.get("weights", ())
     # All weights 0: it was compared, but takes no part in the loss.

@@ -8,7 +8,7 @@ so on. A row may start from the policy that another row has trained.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import zip_longest
+from itertools import product, zip_longest
 from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
@@ -173,12 +173,8 @@ class SetSpec(Base):
     @property
     def pairs(self) -> list[tuple[str, str]]:
         """Cells' (row, column) pairs."""
-        return [
-            (row, name)
-            for row in self.rows
-            for name, column in self.columns.items()
-            if row in (column.rows or self.rows)
-        ]
+        pairs = product(self.rows, self.columns.items())
+        return [(row, name) for row, (name, column) in pairs if row in (column.rows or self.rows)]
 
     def label(self, cell: Cell) -> str:
         """Return a cell's place, without what is the same everywhere."""
