@@ -135,10 +135,8 @@ def test_steps_without_a_failure_count_in_the_mean():
 
 
 def test_all_advice_names_settings_that_exist():
-    listed = {
-        *re.findall(r"^\| `([\w.<>]+)`", (TOP / "docs/configuration.md").read_text(), re.M),
-        "task.retriever.name",
-    }
+    document = (TOP / "docs/configuration.md").read_text()
+    listed = {*re.findall(r"^\| `([\w.<>]+)`", document, re.M), "task.retriever.name"}
     for name, advice in ADVICE.items():
         settings = re.findall(r"\b(?:task|algo|train|model|engine)\.[a-z_]+(?:\.[a-z_]+)*", advice.change)
         assert settings or "algo=" in advice.change, name

@@ -21,8 +21,13 @@ from tests.helpers.runs import CONFIG, fake_run
 METRICS = {"hotpotqa": "f1", "search_agent": "em"}
 
 
+def right(number, step, share):
+    """The metrics of an item: the first `share` items are right."""
+    return dict.fromkeys(("em", "f1"), float(number < round(share)))
+
+
 def made(
-    path, algo="mhgpo_rr", seed=0, after=0.6, before=0.2, n=200, task="hotpotqa", done=True, facts=None, **changes
+    path, algo="mhgpo_rr", seed=0, after=0.6, before=0.2, n=200, task="hotpotqa", done=True, facts=right, **changes
 ):
     """A run whose first `before` x n items are right at first, and its first `after` x n in the end."""
     config = copy.deepcopy(CONFIG)
@@ -34,15 +39,9 @@ def made(
         record = {"reward/mean": 0.1 * step + seed, "time/step": 2.0} if step else {}
         if step in (0, 2, 4) and before is not None:
             share = before + (after - before) * step / 4
-            items = [
-                {
-                    "id": f"d{number}",
-                    "metrics": {name: float(number < round(share * n)) for name in ("em", "f1")},
-                    "modules": {"reranker/invalid_selection": 0.5 - 0.1 * step},
-                }
-                | ({"metrics": facts(number, step, share * n)} if facts else {})
-                for number in range(n)
-            ]
+            modules = {"reranker/invalid_selection": 0.5 - 0.1 * step}
+            scored = [facts(number, step, share * n) for number in range(n)]
+            items = [{"id": f"d{number}", "metrics": m, "modules": modules} for number, m in enumerate(scored)]
             append_jsonl(run.eval_path(step, "dev"), items)
             record |= {"eval/dev/n": float(n), "time/eval": 1.0}
             names = items[0]["metrics"]
