@@ -166,13 +166,9 @@ def block(
 def _packed(key: str, label: str, examples: Sequence[JsonObject], prompts: Sequence[str] = ()) -> Block:
     # Secrets are hidden before compression: a later search through the page's bytes would miss them.
     text = hide(json.dumps({"prompts": prompts, "examples": examples}, allow_nan=False))
-    return Block(
-        key=key,
-        label=label,
-        examples=hide(json.dumps([example["id"] for example in examples])),
-        # Without a time stamp, so that the same run gives the same page.
-        data=base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode(),
-    )
+    # Without a time stamp, so that the same run gives the same page.
+    data = base64.b64encode(gzip.compress(text.encode(), 6, mtime=0)).decode()
+    return Block(key=key, label=label, examples=hide(json.dumps([example["id"] for example in examples])), data=data)
 
 
 def _call(node: Node, prompts: dict[str, int], tokenizer: Tokenizer | None, largest: float) -> JsonObject:

@@ -260,14 +260,8 @@ def paired_difference(
     first, second = np.asarray(before, dtype=np.float64), np.asarray(after, dtype=np.float64)
     # The difference per item is resampled, so that both values of an item stay together.
     low, high = bootstrap_interval((second - first).tolist(), key, resamples)
-    return Difference(
-        n=len(first),
-        before=float(first.mean()),
-        after=float(second.mean()),
-        difference=float((second - first).mean()),
-        low=low,
-        high=high,
-    )
+    old, new, gain = (float(values.mean()) for values in (first, second, second - first))
+    return Difference(n=len(first), before=old, after=new, difference=gain, low=low, high=high)
 
 
 def compare_items(
