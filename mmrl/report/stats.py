@@ -92,13 +92,12 @@ def modules_in(history: Iterable[Metrics]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(key.split("/", 1)[1].rsplit("/", 1)[0] for key in module_keys))
 
 
-def module_facts(history: Iterable[Metrics]) -> tuple[str, ...]:
+def module_facts(history: Sequence[Metrics]) -> tuple[str, ...]:
     """Return facts of modules, in order of first appearance; without `penalty` where no module ever got one."""
-    records = list(history)
-    keys = [key for key in keys_in(records) if key.startswith("module/")]
+    keys = [key for key in keys_in(history) if key.startswith("module/")]
     penalties = [key for key in keys if key.endswith("/penalty")]
     # Many tasks have no penalties; a column of zeros would only take room.
-    never = not any(record.get(key) for record in records for key in penalties)
+    never = not any(record.get(key) for record in history for key in penalties)
     facts = dict.fromkeys(key.rsplit("/", 1)[1] for key in keys)
     return tuple(fact for fact in facts if fact != "penalty" or not never)
 
