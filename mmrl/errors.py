@@ -56,6 +56,21 @@ def gathered(problems: list[str], where: str = "") -> Iterator[None]:
         problems += [where + problem for problem in error.problems]
 
 
+def refuse(problems: Iterable[str]) -> None:
+    """Raise `ConfigError` with all of `problems`; without any, go on."""
+    if found := list(problems):
+        raise ConfigError(found)
+
+
+@contextmanager
+def located(where: str) -> Iterator[None]:
+    """Put `where` in front of each sentence of a `ConfigError`: nobody has typed the keys that it names."""
+    problems: list[str] = []
+    with gathered(problems, where):
+        yield
+    refuse(problems)
+
+
 class DataError(ConfigError):
     """A data file, corpus or forest file is missing or malformed; names file and line or record id."""
 

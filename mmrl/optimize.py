@@ -24,7 +24,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -135,11 +135,13 @@ class MMRL(Teleprompter):
             ValueError: the first example has no inputs.
         """
         number = next(_NUMBERS)
+        # a function's own name, or that of the object's class
+        metric_name = re.sub(r"\W", "", getattr(self.metric, "__name__", type(self.metric).__name__))
         # A copy of the program: what the caller does to it meanwhile is no part of the run. Digests, so that a resume
         # can tell other examples.
         names = {
             "task.program": put(f"program_{number}_{type(student).__name__}", student.deepcopy()),
-            "task.metric": put(f"metric_{number}_{_name(self.metric)}", self.metric),
+            "task.metric": put(f"metric_{number}_{metric_name}", self.metric),
             "task.data.train": put(f"train_{number}_{_digest(train)}", list(train)),
             "task.data.dev": put(f"dev_{number}_{_digest(dev)}", list(dev)),
         }
@@ -230,13 +232,9 @@ def load(program: dspy.Module, run_dir: Path | str) -> dspy.Module:
 def _as_the_command() -> Iterator[None]:
     """Treat output and errors as the command `mmrl` does: hide secrets, report a full disk in one sentence."""
     add_environment()
-    streams = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = HidingStream.around(sys.stdout), HidingStream.around(sys.stderr)
-    try:
-        with storage():
-            yield
-    finally:
-        sys.stdout, sys.stderr = streams
+    out, err = HidingStream.around(sys.stdout), HidingStream.around(sys.stderr)
+    with redirect_stdout(out), redirect_stderr(err), storage():
+        yield
 
 
 def _outside_of_loops(work: Callable[[], T]) -> T:
@@ -287,11 +285,6 @@ def _interrupts_raised() -> Iterator[None]:
 def _refuse_failure(code: int, folder: str) -> None:
     if code:
         raise MmrlError(f"{folder}: the run is not finished; continue it with compile(…, resume={folder!r})")
-
-
-def _name(metric: Callable[..., object]) -> str:
-    """Return a metric's Python name: a function's own, or that of the object's class."""
-    return re.sub(r"\W", "", getattr(metric, "__name__", type(metric).__name__))
 
 
 def _split(train: list[dspy.Example], dev: list[dspy.Example] | None) -> tuple[list[dspy.Example], list[dspy.Example]]:

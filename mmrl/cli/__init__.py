@@ -17,7 +17,7 @@ from textwrap import fill
 import typer
 
 from mmrl.cli.commands import WORKER, app
-from mmrl.errors import ConfigError, MmrlError, Stopped, print_error, storage
+from mmrl.errors import MmrlError, Stopped, print_error, refuse, storage
 from mmrl.secrets import HidingStream, add_environment, holder, looks_like_a_key
 from mmrl.system.conf import GROUPS, options
 from mmrl.system.stop import quiet_loops
@@ -117,8 +117,7 @@ def _dispatch(words: Sequence[str]) -> int:
                 "would keep; put it into an environment variable, whose name a setting such as "
                 "engine.endpoint.key_env takes"
             )
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     if words[:1] in ([], ["-h"], ["--help"]):
         app.info.epilog = GROUP_CHOICES.format(groups="\n".join(map(_choices, GROUPS)))
     code: int = app(words or ["--help"], standalone_mode=False, prog_name="mmrl")

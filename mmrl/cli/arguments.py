@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError, model_validator
 from mmrl.config.base import Idle, Section
 from mmrl.config.schema import LARGEST_SEED
 from mmrl.config.validate import explain
-from mmrl.errors import ConfigError, gathered
+from mmrl.errors import ConfigError, gathered, refuse
 
 if TYPE_CHECKING:
     # commands that Hydra does not compose start without it
@@ -167,19 +167,14 @@ def read_arguments(
     with gathered(wrong):
         section = section_of(schema, dict(pairs))
     problems += [f"{command}: {problem}" for problem in wrong]
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     return section
-
-
-def split_commas(text: str) -> tuple[str, ...]:
-    """Return the parts of `a,b` or `[a,b]`."""
-    return tuple(part.strip() for part in text.strip("[]").split(",") if part.strip())
 
 
 def _value(schema: type[Section], key: str, text: str) -> object:
     declared = schema.model_fields.get(key)
     kind = str(declared.annotation) if declared else ""
     if "tuple" in kind:
-        return split_commas(text)
+        # `a,b` or `[a,b]`
+        return tuple(part.strip() for part in text.strip("[]").split(",") if part.strip())
     return None if text == "null" and "None" in kind else text

@@ -26,7 +26,7 @@ from mmrl.config import (
 from mmrl.config.base import iter_leaves, quote_value, value_at
 from mmrl.config.schema import stage_schema
 from mmrl.config.validate import CHOICES
-from mmrl.errors import ConfigError, gathered, unknown
+from mmrl.errors import ConfigError, gathered, refuse, unknown
 from mmrl.system.conf import GROUPS, options, row_keys
 
 if TYPE_CHECKING:
@@ -69,8 +69,7 @@ def _configs(
         with gathered(wrong):
             valid.append(build(composed(command, job, line.config_dir), job))
         problems += [problem for problem in wrong if not problem.startswith(unjudged)]
-    if problems:
-        raise ConfigError(dict.fromkeys(problems))
+    refuse(dict.fromkeys(problems))
     return valid
 
 
@@ -111,11 +110,12 @@ def _from_run(line: CommandLine) -> CommandLine:
     """Return the words of a run with `from=RUN`; model, task and plugins are that run's unless typed."""
     if "from" not in line.command_keys:
         return line
-    from mmrl.run.settle import announce_code
-    from mmrl.run.start import plugins_of, run_of, sections_of
+    from mmrl.report.rundir import RunDir
+    from mmrl.run.settle import announce_code, packages_of
+    from mmrl.run.start import run_of, sections_of
 
     run = run_of(Path(line.command_keys["from"]))
-    stored, plugins = sections_of(run), plugins_of(run)
+    stored, plugins = sections_of(run), packages_of(RunDir.read(run).config)
     typed = [*line.keys, *row_keys(line.words, line.config_dir)]
     names = {group: stored[group].get("name") for group in stored if group not in typed}
     words = [f"{group}={name}" for group, name in names.items() if name in options(group, line.config_dir)]
@@ -158,11 +158,12 @@ def _train_config(line: CommandLine, raw: Mapping[str, object], words: Sequence[
     Raises:
         ConfigError: every problem.
     """
-    # Not what a row (`experiment=`) sets: of `algo` and `train` that belongs to the algorithm that the row is about.
-    user_keys = list(map(key_of, words))
     if "from" in line.command_keys:
         return _from(line, raw, words)
-    return _chain(raw, words, line.config_dir) if "stages" in raw else _stage(raw, user_keys)
+    if "stages" in raw:
+        return _chain(raw, words, line.config_dir)
+    # Not what a row (`experiment=`) sets: of `algo` and `train` that belongs to the algorithm that the row is about.
+    return _stage(raw, list(map(key_of, words)))
 
 
 def _chain(raw: Mapping[str, object], words: Sequence[str], config_dir: str | None) -> StagedCommandConfig:
@@ -177,8 +178,7 @@ def _chain(raw: Mapping[str, object], words: Sequence[str], config_dir: str | No
             problems.append(f"stage.{stage}: expected stage.{stage}.KEY=VALUE")
     if {"algo", "stages"} <= set(map(key_of, words)):
         problems.append(f"algo: has no effect beside stages=[{','.join(algos)}]; leave one of them out")
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     stages: list[StageConfig] = []
     rows: list[list[str]] = []
     for number, name in enumerate(algos, start=1):
@@ -205,8 +205,7 @@ def _chain(raw: Mapping[str, object], words: Sequence[str], config_dir: str | No
         with gathered(problems, f"stage {number} ({name}): "):
             stages.append(_stage(mapping, list(map(key_of, row))))
             rows.append(row)
-    if problems:
-        raise ConfigError(dict.fromkeys(problems))
+    refuse(dict.fromkeys(problems))
     sections = {name: getattr(stages[0], name) for name in RootConfig.model_fields}
     method = {"name": "+".join(stage.algo.name for stage in stages)}
     chain = {"stages": tuple(stages), "words": tuple(map(tuple, rows)), "config_dir": config_dir}
@@ -229,8 +228,7 @@ def _stage(sections: Mapping[str, object], user_keys: Collection[str]) -> StageC
         problems = [f"{key}: {why}" for key in user_keys if key.partition(".")[0] == "train"]
     with gathered(problems):
         config: StageConfig = validate(schema, mapping)
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     return config
 
 
@@ -245,6 +243,5 @@ def _stage_names(names: object, config_dir: str | None) -> list[str]:
             f"stages: got {quote_value(names)}, expected names of algo= in a list: stages=[miprov2,mmgrpo]"
         )
     choices = options("algo", config_dir)
-    if problems := [unknown("stages", name, choices) for name in names if name not in choices]:
-        raise ConfigError(dict.fromkeys(problems))
+    refuse(dict.fromkeys(unknown("stages", name, choices) for name in names if name not in choices))
     return list(names)

@@ -28,7 +28,7 @@ from mmrl.cli.arguments import CommandLine, CreditArguments
 from mmrl.cli.overrides import expand, force_override, parse, policy_words, read_line, value_text
 from mmrl.config import AlgoConfig, TrainCommandConfig
 from mmrl.config.validate import algo_section, as_tuples
-from mmrl.errors import ConfigError, gathered
+from mmrl.errors import ConfigError, gathered, refuse
 from mmrl.run.credit import CreditRequest
 from mmrl.secrets import environment_value
 from mmrl.system.conf import conf_dir, user_dirs
@@ -141,8 +141,7 @@ def print_job(config_name: str, line: CommandLine) -> None:
     """
     problems = ["--cfg: prints one job, without -m and with one value for each key"] if line.multirun else []
     words = expand(line, problems)
-    if problems:
-        raise ConfigError(dict.fromkeys(problems))
+    refuse(dict.fromkeys(problems))
     print(OmegaConf.to_yaml(OmegaConf.create(composed(config_name, words[0], line.config_dir))), end="")
 
 
@@ -194,8 +193,7 @@ def credit_request(words: Sequence[str]) -> CreditRequest:
         names = dict.fromkeys(source.algo or ([run.algo.name] if run else []))
         # Each algorithm is a section of its own: an option of one may be unknown to another, which is then named.
         sections = [_section(name, line, run, problems) for name in names]
-    if problems:
-        raise ConfigError(dict.fromkeys(problems))
+    refuse(dict.fromkeys(problems))
     return CreditRequest(
         algos=[section for section in sections if section is not None],
         seed=source.seed if source.seed is not None else run.seed if run else 0,

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from mmrl.cli.arguments import read_arguments
 from mmrl.config.base import Section
-from mmrl.errors import ConfigError
+from mmrl.errors import ConfigError, refuse
 from mmrl.system.conf import conf_dir
 from mmrl.system.files import user_path
 
@@ -52,9 +52,7 @@ def create(words: Sequence[str]) -> int:
     arguments = read_arguments("mmrl new-task", NewTaskArguments, words, name="name", label="NAME")
     top = user_path(arguments.dir)
     problems = [] if top.is_dir() else [f"dir: no folder '{arguments.dir}'"]
-    problems += name_problems(arguments.name, top)
-    if problems:
-        raise ConfigError(problems)
+    refuse([*problems, *name_problems(arguments.name, top)])
     files = write(arguments.name, top, arguments.kind)
     print("written:\n" + "\n".join(f"  {path}" for path in files))
     print(f"\nnext:\n{next_commands(arguments.name, top)}")

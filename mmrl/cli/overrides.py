@@ -20,7 +20,7 @@ from hydra.errors import HydraException
 from mmrl.cli.arguments import CommandLine, find_repeated, sort_words
 from mmrl.config.base import in_quotes, value_at
 from mmrl.config.validate import meant_keys
-from mmrl.errors import ConfigError, unknown
+from mmrl.errors import ConfigError, refuse, unknown
 from mmrl.models.policy import model_of, prompts_of
 from mmrl.system.conf import GROUPS, options
 
@@ -85,8 +85,7 @@ def read_line(
         if f"{key}.".startswith(idle) and not line.prints
     ]
     problems += [f"{switch}: not for {single}" for switch in line.switches if single]
-    if problems:
-        raise ConfigError(dict.fromkeys(problems))
+    refuse(dict.fromkeys(problems))
     return line
 
 

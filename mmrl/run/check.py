@@ -27,7 +27,7 @@ from mmrl.config.algo import CriticConfig
 from mmrl.config.base import value_at
 from mmrl.config.rules import across_sections, engine_name, without_effect
 from mmrl.engines.endpoint_engine import unreachable, with_model
-from mmrl.errors import ConfigError, gathered, unknown
+from mmrl.errors import ConfigError, gathered, refuse, unknown
 from mmrl.models.hub import weights_problems
 from mmrl.models.policy import Policy, resolve
 from mmrl.report.rundir import refuse_full
@@ -57,9 +57,8 @@ def check_all(configs: Sequence[RootConfig], user_keys: Collection[str] = ()) ->
     for config in configs:
         with gathered(problems):
             problems += check(config, user_keys)
-    if problems:
-        # The runs of a sweep mostly have the same problems; each is listed once, in the order of its first run.
-        raise ConfigError(dict.fromkeys(problems))
+    # The runs of a sweep mostly have the same problems; each is listed once, in the order of its first run.
+    refuse(dict.fromkeys(problems))
 
 
 def check(config: RootConfig, user_keys: Collection[str] = ()) -> list[str]:

@@ -19,7 +19,7 @@ from mmrl.algorithms import assign_credit, minibatches
 from mmrl.algorithms import problems as check
 from mmrl.config import AlgoConfig, TrainCommandConfig
 from mmrl.credit.entries import Credit, Entry
-from mmrl.errors import ConfigError, DataError
+from mmrl.errors import ConfigError, DataError, refuse
 from mmrl.records import Forest
 from mmrl.report.forest import VERSION, check_forest
 from mmrl.report.journal import fields_of, load_rollouts, read_step
@@ -157,8 +157,7 @@ def credit_all(
         for algo in algos
         if algo.minibatches > example_count > 0 and "algo.minibatches" in user_keys
     ]
-    if problems:
-        raise ConfigError(dict.fromkeys(problems))
+    refuse(dict.fromkeys(problems))
     credits = []
     for algo in algos:
         split = minibatches(forest.examples, algo.minibatches)
@@ -252,7 +251,8 @@ def _rows(forest: Forest, credit: Credit, split: Mapping[str, int]) -> list[dict
         call = forest.calls[entry.call]
         row = {"call": call.id, "module": call.module}
         row |= {"minibatch": str(split[call.example])} if has_batches else {}
-        row |= {"reward": _number(entry.reward), "parts": _parts(entry.parts)}
+        parts = " ".join(f"{name}={_number(value)}" for name, value in entry.parts.items())
+        row |= {"reward": _number(entry.reward), "parts": parts}
         if critic:
             row["token rewards"] = _per_token(entry.token_rewards or ())
             row["raw advantage"] = _per_token(entry.raw_advantages or ())
@@ -264,10 +264,6 @@ def _rows(forest: Forest, credit: Credit, split: Mapping[str, int]) -> list[dict
             row["advantage"] = _per_token(entry.advantages)
         rows.append(row | {"weight": _per_token(entry.weights)})
     return rows
-
-
-def _parts(parts: Mapping[str, float]) -> str:
-    return " ".join(f"{name}={_number(value)}" for name, value in parts.items())
 
 
 def _number(value: float | None) -> str:

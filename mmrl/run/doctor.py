@@ -24,10 +24,10 @@ from rich.console import Console
 from mmrl.config import TrainCommandConfig
 from mmrl.config.base import Section
 from mmrl.config.engines import VllmServerConfig
+from mmrl.models.fetched import PACKAGES
 from mmrl.report.doctor import Played, as_object, find, report
 from mmrl.report.machine import cpu_name, unmet, versions
 from mmrl.report.text import align
-from mmrl.run import fetch
 from mmrl.run.build import build_stage, build_task, check_model
 from mmrl.run.launch import released
 from mmrl.run.settle import settle
@@ -184,12 +184,13 @@ def check_machine(*, as_json: bool) -> int:
     # The two places that runs write to; each may be on a disk of its own.
     _disk(machine, "outputs", Path("outputs"), "set run.dir")
     _disk(machine, "cache", cache_root(None), "set MMRL_CACHE")
+    fetched = [package.name for package in PACKAGES.values() if package.fetched]
     without_vllm = vllm_problems(VllmServerConfig(name="vllm_server"))
     machine.facts |= {
         **{f"{name} version": version for name, version in versions().items()},
         "vLLM": f"no: {without_vllm[0].partition(': ')[2]}" if without_vllm else "can be used",
         "hub": _hub(),
-        "fetched": fetch.fetched_names(),
+        "fetched": ", ".join(fetched) or "nothing (mmrl fetch lists all)",
         **{name: "set" if os.environ.get(name) else "not set" for name in KEYS},
     }
     if as_json:

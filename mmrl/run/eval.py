@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mmrl.config import EvalCommandConfig
 from mmrl.engines.base import total_usage
-from mmrl.errors import StorageError, TooManyFailures, failed_how, storage
+from mmrl.errors import StorageError, TooManyFailures, failed_how, located, storage
 from mmrl.models.policy import Policy, describe_weights, is_shipped, other_task, require_undamaged
 from mmrl.records import Example, Forest
 from mmrl.report.console import show_run
@@ -19,7 +19,7 @@ from mmrl.report.rundir import RunDir
 from mmrl.run.build import build_task, evaluated, evaluation_devices, fixed_engine, reward_set
 from mmrl.run.check import check_all, served
 from mmrl.run.launch import released
-from mmrl.run.settle import problems_of, refuse_edits, run_folder, settle, stored_config
+from mmrl.run.settle import refuse_edits, run_folder, settle, stored_config
 from mmrl.stages.evaluate import (
     drop_failed,
     evaluate,
@@ -47,7 +47,7 @@ def resume_evaluation(folder: Path) -> int:
     config = stored_config(folder, EvalCommandConfig)
     refuse_edits(folder, config)
     with RunDir.open(folder, command=["mmrl", "eval", f"resume={folder}"]) as rundir:
-        with problems_of(folder):
+        with located(f"{folder}/config.yaml: "):
             check_all([config.in_folder(None)])  # its own directory is full, which must not count
         return _evaluate(config, rundir)
 

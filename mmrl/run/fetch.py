@@ -41,13 +41,6 @@ def catalogue() -> str:
     return "\n".join([align(rows), "", "used by", *usage, "", where])
 
 
-def fetched_names() -> str:
-    """Return the names of what has been fetched, in one line."""
-    return (
-        ", ".join(package.name for package in PACKAGES.values() if package.fetched) or "nothing (mmrl fetch lists all)"
-    )
-
-
 def fetch_model(name: str) -> int:
     """Fetch one model, where it is not here yet, and say what it is.
 

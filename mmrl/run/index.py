@@ -15,7 +15,7 @@ from mmrl.config.retriever import (
     SearchIndexArguments,
     ServeIndexArguments,
 )
-from mmrl.errors import ConfigError, DataError
+from mmrl.errors import ConfigError, DataError, refuse
 from mmrl.models.hub import encoder_problems
 from mmrl.report.tables import facts_table
 from mmrl.retrieval.base import Retriever
@@ -52,8 +52,7 @@ def build(arguments: BuildIndexArguments) -> int:
         corpus = Corpus(arguments.corpus)
     except DataError as error:
         problems += error.problems
-    if problems:
-        raise ConfigError([f"mmrl index build: {problem}" for problem in problems])
+    refuse(f"mmrl index build: {problem}" for problem in problems)
     spec = spec_of(section)
     goes_on = f", continuing the build in {partial_of(folder)}" if partial_of(folder).is_dir() else ""
     print(f"index: {_spec_text(spec)} -> {folder}{goes_on}", flush=True)
@@ -103,8 +102,7 @@ def search(arguments: SearchIndexArguments) -> int:
 
 def serve(arguments: ServeIndexArguments) -> int:
     """Run `mmrl serve-retriever`."""
-    if problems := server_problems("mmrl serve-retriever"):
-        raise ConfigError(problems)
+    refuse(server_problems("mmrl serve-retriever"))
     token = read_token(arguments)
     facts, retriever, passages = _opened(arguments)
     served: dict[str, str | int] = {

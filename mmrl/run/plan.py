@@ -24,7 +24,7 @@ from mmrl.config import (
 from mmrl.config.base import MINI, SPLITS, Idle, Section
 from mmrl.config.retriever import Bm25Config
 from mmrl.config.tasks import BUILT_IN
-from mmrl.errors import CheckpointError, ConfigError, gathered, unknown
+from mmrl.errors import CheckpointError, ConfigError, gathered, refuse, unknown
 from mmrl.models.hub import at_hand
 from mmrl.models.load import model_path
 from mmrl.plan.cost import NAMES as DEVICES
@@ -104,21 +104,18 @@ def planned(config: StageConfig, request: PlanArguments, *, as_json: bool) -> st
                 text = f"{stage.algo.name} on {stage.task.name} with {stage.model.path}: {counts}"
             texts.append(f"stage {number}: {text}")
             objects.append({"stage": number, **facts})
-    if problems:
-        raise ConfigError(dict.fromkeys(problems))
+    refuse(dict.fromkeys(problems))
     return json.dumps({"version": 1, "stages": objects}, indent=1) if as_json else "\n\n".join(texts)
 
 
 def _count_sft(config: SftCommandConfig) -> dict[str, int]:
-    if problems := sft_problems(config, build_task(config.task, config.seed)):
-        raise ConfigError(problems)
+    refuse(sft_problems(config, build_task(config.task, config.seed)))
     return {"steps": config.train.steps, "sequences": config.train.steps * config.train.batch_size}
 
 
 def _count_prompts(config: PromptCommandConfig) -> dict[str, int]:
     task = build_task(config.task, config.seed)
-    if problems := prompt_problems(config, task):
-        raise ConfigError(problems)
+    refuse(prompt_problems(config, task))
     train, validation = map(len, split(config.algo, task.examples("train"), config.seed))
     counts = {"train_examples": train, "validation_examples": validation}
     # Without a number of trials it makes as many rollouts as its budget says (`algo.max_metric_calls`, ...).
@@ -179,8 +176,7 @@ def make_plan(config: TrainCommandConfig, request: PlanArguments) -> Plan:
         problems.append(f"model.lora.targets: {targets}")
     if examples and examples > (train_size := len(task.examples("train"))):
         problems.append(f"dry: got {examples}, the train split has {train_size} examples")
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     forest = recorded
     if examples:
         forest = dry_rollouts(settled, task, reward_set(task, config.task.reward, config.algo.name), examples)
@@ -276,8 +272,7 @@ def evaluation_hours(config: EvalCommandConfig, items: int | None) -> tuple[floa
     modules = build_task(on_mini_world(config.task), config.seed).program.modules
     rollout = declared_rollout(settled, modules, {}, settled.engine.endpoints or ())
     device = find_device("cpu" if on_cpu else "h100", settled.hardware.threads or 1, settled.model.matmul)
-    if problems := process_problems(settled):
-        raise ConfigError(problems)
+    refuse(process_problems(settled))
     devices = len(evaluation_devices(settled.hardware)) or 1
     spent = evaluation_seconds(settled, shape, rollout, many * config.eval.samples, device, devices)
     return spent / 3600, devices

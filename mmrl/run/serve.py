@@ -13,7 +13,7 @@ from pydantic import Field
 from mmrl.config import EvalCommandConfig
 from mmrl.config.base import ServerArguments
 from mmrl.config.rules import engine_name
-from mmrl.errors import ConfigError
+from mmrl.errors import ConfigError, refuse
 from mmrl.models.policy import Policy, require_undamaged, resolve
 from mmrl.retrieval.select import server_problems
 from mmrl.run.build import fixed_engine
@@ -132,8 +132,7 @@ def _checked(config: EvalCommandConfig, user_keys: Collection[str]) -> Policy:
         raise ConfigError([*problems, *error.problems]) from None
     if name != "openai":
         problems += engine_problems(config, copied=policy.initial is not None)
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     return policy
 
 

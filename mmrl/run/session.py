@@ -25,11 +25,10 @@ from mmrl.config import (
     StageConfig,
     TrainCommandConfig,
     WeightsConfig,
-    schema_of,
     validate_stored,
 )
 from mmrl.config.base import value_at
-from mmrl.errors import CheckpointError, ConfigError, MmrlError, ProcessLost, storage
+from mmrl.errors import CheckpointError, ConfigError, MmrlError, ProcessLost, located, storage
 from mmrl.models.policy import damage, every_checkpoint
 from mmrl.report.rundir import RunDir, step_of
 from mmrl.run.build import RECORD, build_stage, build_task, check_model, evaluated, steps_of
@@ -37,7 +36,7 @@ from mmrl.run.check import check_all
 from mmrl.run.doctor import check_before_training
 from mmrl.run.launch import must_start, released, start, wrapping
 from mmrl.run.ray_launch import start_on_ray
-from mmrl.run.settle import import_plugins, problems_of, refuse_changes, refuse_edits, run_folder, settle, stored_config
+from mmrl.run.settle import import_plugins, refuse_changes, refuse_edits, run_folder, settle, stored_config
 from mmrl.run.start import config_of_resumed, keep_start, started
 from mmrl.stages import Stage
 from mmrl.system import ray_cluster
@@ -112,7 +111,7 @@ def _rewind(config: StageConfig, rundir: RunDir) -> Path | None:
     that are in the history stay there.
     """
     # Data and servers may have changed since; its own folder is full by now, which must not count.
-    with problems_of(rundir.path):
+    with located(f"{rundir.path}/config.yaml: "):
         check_all([config.in_folder(None)])
     with storage(rundir.path):
         if not isinstance(config, WeightsConfig):
@@ -147,9 +146,7 @@ def extended(folder: Path, steps_text: str) -> Iterator[None]:
         ConfigError: no such number, or a schedule that depends on it.
         CheckpointError: it is no training run, or another process has it.
     """
-    stored_schema = schema_of(RunDir.read(folder).config)
-    schema = stored_schema if issubclass(stored_schema, WeightsConfig) else TrainCommandConfig
-    stored = stored_config(folder, schema, reading=True)
+    stored = stored_config(folder, WeightsConfig, reading=True)
     refuse_edits(folder, stored)
     config = stored.train
     if not re.fullmatch(r"\+?[0-9]{1,9}", steps_text):

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TypeVar, cast
@@ -24,7 +23,7 @@ from mmrl.config import (
 )
 from mmrl.config.base import flattened, value_at
 from mmrl.config.validate import CHOICES
-from mmrl.errors import CheckpointError, ConfigError, gathered
+from mmrl.errors import CheckpointError, ConfigError, located
 from mmrl.models.assignment import ModuleAssignment
 from mmrl.models.hub import at_hand
 from mmrl.models.policy import newest_checkpoint, prompts_of
@@ -210,13 +209,10 @@ def refuse_edits(folder: Path, config: RootConfig) -> None:
         return
     if not isinstance(copy := facts["config"], dict):
         raise CheckpointError(f"{folder}/environment.json: config: holds no settings; restore it")
-    problems: list[str] = []
-    with gathered(problems, f"{folder}/environment.json: config: "):
+    with located(f"{folder}/environment.json: config: "):
         # The content of what the run started from is compared later (`config_of_resumed`).
         origin, current = "the run was started with (environment.json)", config.model_dump(mode="json")
         refuse_changes(run, copy, current, origin, moved=("start.run",))
-    if problems:
-        raise ConfigError(problems)
 
 
 def weight_run(path: Path) -> tuple[RunDir, WeightRunConfig]:
@@ -266,26 +262,19 @@ def stored_config(folder: Path, schema: type[ConfigT], *, reading: bool = False)
     if not issubclass(stored_schema, schema):
         refusal = (TrainCommandConfig if schema is EvalCommandConfig else stored_schema).kind.refusal
         raise CheckpointError(f"{folder}: {refusal.format(folder=folder)}")
-    plugins = stored.get("plugins", ())
-    # anything but names is for validation to refuse
-    packages = [name for name in plugins if isinstance(name, str)] if isinstance(plugins, list) else []
-    if reading and not _needs_plugins(stored):
-        packages = []
+    packages = packages_of(stored) if not reading or _needs_plugins(stored) else []
     announce_code(folder, stored, packages, program=not reading)
     import_plugins(packages)
     # The folder as typed, not as stored: a run directory may have been moved.
-    with problems_of(folder):
+    with located(f"{folder}/config.yaml: "):
         return validate_stored(stored_schema, stored).in_folder(str(folder))
 
 
-@contextmanager
-def problems_of(folder: Path) -> Iterator[None]:
-    """Name the `config.yaml` that each problem is of: nobody has typed its keys."""
-    problems: list[str] = []
-    with gathered(problems, f"{folder}/config.yaml: "):
-        yield
-    if problems:
-        raise ConfigError(problems)
+def packages_of(stored: Mapping[str, object]) -> list[str]:
+    """Return the packages that the config of a run names (`plugins`)."""
+    plugins = stored.get("plugins")
+    # anything but names is for validation to refuse
+    return [name for name in plugins if isinstance(name, str)] if isinstance(plugins, list) else []
 
 
 def announce_code(folder: Path, stored: Mapping[str, object], packages: Sequence[str], *, program: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -24,8 +23,8 @@ from mmrl.models.policy import (
     run_config,
 )
 from mmrl.report.rundir import RunDir, rows_of
-from mmrl.run.settle import announce_code, import_plugins
-from mmrl.system.files import JsonObject, atomic_dir
+from mmrl.run.settle import announce_code, import_plugins, packages_of
+from mmrl.system.files import JsonObject, atomic_dir, digest
 from mmrl.tasks.prompts import prompts_file
 
 ConfigT = TypeVar("ConfigT", bound=StageConfig)
@@ -45,12 +44,6 @@ def sections_of(run: Path) -> JsonObject:
         raise ConfigError(f"from: {run} is an evaluation, which makes no policy; expected a run of mmrl train")
     sections = {name: as_tuples(stored.get(name)) for name in ("model", "task")}
     return {name: section for name, section in sections.items() if isinstance(section, dict)}
-
-
-def plugins_of(run: Path) -> list[str]:
-    """Return the packages that a run imports (`plugins`)."""
-    plugins = RunDir.read(run).config.get("plugins")
-    return plugins if isinstance(plugins, list) else []
 
 
 def run_of(path: Path) -> Path:
@@ -84,10 +77,9 @@ def evaluation_sections(sections: Mapping[str, object], user_keys: Collection[st
     """
     policy = str(sections.get("policy"))
     stored = run_config(policy)
-    task, plugins = stored.get("task"), stored.get("plugins")
+    task, packages = stored.get("task"), packages_of(stored)
     if "task" in user_keys or not isinstance(task, Mapping):
         return dict(sections)
-    packages = plugins if isinstance(plugins, list) else []
     announce_code(Path(policy), stored, packages, program=True)
     import_plugins(packages)
     inherited = with_overrides({**task}, sections, user_keys, "task")
@@ -147,9 +139,7 @@ def config_from_run(config: ConfigT, run: Path) -> ConfigT:
     policy = policy_of_run(run, undamaged=True)
     prompts = policy.prompts
     path = policy.base if policy.adapter is None else _merged(run, config)
-    changed: dict[str, object] = {
-        "start": StartConfig(run=str(run), weights=_weights_digest(run), prompts=_prompts_digest(run))
-    }
+    changed: dict[str, object] = {"start": _start_of(run, str(run))}
     if path != config.model.path:
         changed["model"] = config.model.model_copy(update={"path": path, "revision": None})
     if prompts is not None:
@@ -170,8 +160,7 @@ def config_of_resumed(config: ConfigT, folder: Path) -> ConfigT:
     candidates = [Path(start.run), folder.absolute().parent / Path(start.run).name]
     existing = [candidate for candidate in candidates if candidate.is_dir()]
     for candidate in existing:
-        now = StartConfig(run=start.run, weights=_weights_digest(candidate), prompts=_prompts_digest(candidate))
-        if now == start:
+        if _start_of(candidate, start.run) == start:
             return config_from_run(config, candidate).model_copy(update={"start": start})
     problem = "has another policy now than the one that this run started from" if existing else "is not there"
     raise CheckpointError(
@@ -202,18 +191,14 @@ def _merged(run: Path, config: ConfigT) -> str:
     return str(target)
 
 
-def _weights_digest(run: Path) -> str | None:
-    """Return the SHA-256 of the list of a checkpoint's files with their digests; None where no weights were trained."""
-    policy = resolve(str(run))
+def _start_of(run: Path, name: str) -> StartConfig:
+    """Return what a run that starts from `run` keeps of it: what was typed, and the digests of its policy."""
+    policy, (task, prompts) = resolve(str(run)), prompts_of(str(run))
     folders = [Path(text) for text in (policy.adapter, policy.base) if text]
+    # The list of a checkpoint's files has their digests; there is none where no weights were trained.
     marker = next((folder / MARKER for folder in folders if (folder / MARKER).is_file()), None)
-    return _digest(marker) if marker is not None else None
-
-
-def _prompts_digest(run: Path) -> str | None:
-    task, prompts = prompts_of(str(run))
-    return _digest(prompts_file(prompts, str(task))) if prompts is not None else None
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return StartConfig(
+        run=name,
+        weights=digest(marker) if marker is not None else None,
+        prompts=digest(prompts_file(prompts, str(task))) if prompts is not None else None,
+    )
