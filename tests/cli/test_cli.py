@@ -24,41 +24,6 @@ from tests.helpers import TOP
 COMMANDS = [name for name in command_lines.COMMANDS if " " not in name]
 
 
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("trian", "Did you mean 'train'?"),
-        ("eval", "policy: missing"),
-        ("eval policy=./nowhere", "policy: got './nowhere'"),
-        ("show", "expected one: mmrl show RUN_DIR"),
-        ("show nowhere", "nowhere"),
-        ("show run step=x", "mmrl show: step: got 'x', expected integer"),
-        ("show run exmple=x", "did you mean 'example'?"),
-        ("report", "Missing parameter: run_dir"),
-        ("report a b", "unexpected extra argument"),
-        ("train resume=nowhere", "nowhere: no such run directory"),
-        ("train resume=nowhere seed=3", "remove seed=3"),
-        ("train task.data.train=missing.json", "task.data.train"),
-        ("train train.batch_size=1000000", "train.batch_size: got 1000000"),
-        ("train algo.minibatches=25", "algo.minibatches: got 25"),
-        ("train model=hf model.path=./nowhere", "model.path: './nowhere' is no folder"),
-        ("train model.path=tinny", "did you mean 'tiny'?"),
-        ("train -m seed=1,2 run.dir=x", "run.dir: the runs of a sweep"),
-        ("train run.dir=/dev/null", "run.dir: /dev/null is a file"),
-        ("train -m hydra/sweeper=nothing seed=1,2", "Could not find 'hydra/sweeper/nothing'"),
-        ("credit algo=mhgpo_fof", "rollouts: expected a file"),
-        ("credit rollouts=x.json", "algo: missing"),
-        ("credit algo=mhgpo_fof rollouts=x.json", "x.json"),
-    ],
-)
-def test_a_mistake_ends_with_one_line_and_exit_code_2_and_writes_nothing(line, says, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert main(line.split()) == 2
-    (error,) = capsys.readouterr().err.splitlines()
-    assert error.startswith("error: ") and says in error
-    assert list(tmp_path.iterdir()) == [], "nothing may be written before the input is known to be right"
-
-
 def test_a_job_that_a_launcher_lost_is_counted_as_not_finished(monkeypatch, tmp_path, capsys):
     """Jobs may run in other processes (submitit): what they leave behind is files, and they are pickled."""
     from mmrl.cli import configs

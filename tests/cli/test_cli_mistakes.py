@@ -7,6 +7,7 @@ import pytest
 from mmrl.cli import main
 from mmrl.errors import unknown
 
+LONG = "x" * 300
 MISTAKES = [
     (
         "train algo=mhgpo_fo task=hotpot seed=abc train.lrr=3 train.lr=x modl=tiny",
@@ -130,6 +131,58 @@ MISTAKES = [
     ("train run.dir=", "run.dir: got '', expected"),
     ("train run.dir=notes.txt/run", "run.dir: notes.txt/run lies below"),
     ("train hardware.engine=foo", "hardware.engine: got 'foo'"),
+    ("trian", "No such command 'trian'. Did you mean 'train'?"),
+    ("eval", "policy: missing"),
+    ("eval policy=./nowhere", "policy: got './nowhere'"),
+    ("show", "mmrl show: got 0 names, expected one: mmrl show RUN_DIR"),
+    ("show nowhere", "nowhere: no such run directory"),
+    ("show run step=x", "mmrl show: step: got 'x', expected integer"),
+    ("show run exmple=x", "mmrl show: exmple: unknown key; did you mean 'example'?"),
+    ("report", "Missing parameter: run_dir"),
+    ("report a b", "Got unexpected extra argument(s) (b)"),
+    ("train resume=nowhere", "nowhere: no such run directory"),
+    ("train resume=nowhere seed=3", "resume: a run continues with the config it was started with (but train.steps: "),
+    ("train task.data.train=missing.json", "task.data.train: 'missing.json': no such file"),
+    ("train train.batch_size=1000000", "train.batch_size: got 1000000"),
+    ("train algo.minibatches=25", "algo.minibatches: got 25"),
+    ("train model=hf model.path=./nowhere", "model.path: './nowhere' is no folder"),
+    (
+        "train model.path=tinny",
+        "model.path: got 'tinny', and model=tiny has the learning rate, steps and limits of the ",
+    ),
+    ("train -m seed=1,2 run.dir=x", "run.dir: the runs of a sweep need a directory each"),
+    ("train run.dir=/dev/null", "run.dir: /dev/null is a file"),
+    ("train -m hydra/sweeper=nothing seed=1,2", "In 'hydra/config': Could not find 'hydra/sweeper/nothing'"),
+    ("credit algo=mhgpo_fof", "rollouts: expected a file"),
+    ("credit rollouts=x.json", "algo: missing"),
+    ("credit algo=mhgpo_fof rollouts=x.json", "rollouts: x.json cannot be read (No such file or directory)"),
+    ("credit algo=grpo rollouts=x.json page=no/x.html", "page: no folder 'no'"),
+    ("credit algo=grpo rollouts=x.json page=x.txt", "page: got 'x.txt', expected a file ending in"),
+    ("credit algo=grpo rollouts=x.json step=7", "step: got 7, which has no effect without run=RUN_DIR"),
+    (
+        "train model.matmul=onednn model.dtype=bfloat16 task.reward=nope",
+        "model.matmul: got onednn, which computes float32 on a CPU, beside model.dtype=bfloat16",
+        "task.reward: got 'nope'",
+    ),
+    *((f"doctor examples={text}", f"examples: got '{text}', expected ") for text in ("0", "-1", "x", "²")),
+    # names that no file can have
+    (f"show {LONG}", f"{LONG}/set.yaml: File name too long"),
+    (f"train run.dir={LONG}", f"{LONG}: File name too long"),
+    (f"credit algo=grpo rollouts={LONG}", f"{LONG}: File name too long"),
+    ("new-task", "mmrl new-task: got 0 names"),
+    ("new-task a b", "mmrl new-task: got 2 names"),
+    *(
+        (f"new-task {name}", f"mmrl new-task: got '{name}', expected a name for a Python package")
+        for name in ("my-task", "class", "../x", "null", "NaN")
+    ),
+    *(
+        (f"new-task {name}", f"mmrl new-task: '{name}' is a task of mmrl or an installed")
+        for name in ("hotpotqa", "json")
+    ),
+    ("new-task route kind=torch", "mmrl new-task: kind: got 'torch'"),
+    ("new-task route colour=red", "mmrl new-task: colour: unknown key"),
+    ("new-task route dir=nowhere", "dir: no folder 'nowhere'"),
+    ("new-task --force route", "--force: unknown flag of mmrl new-task"),
 ]
 
 
@@ -138,8 +191,9 @@ def test_each_mistake_has_one_line_and_nothing_is_written(line, starts, tmp_path
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.txt").write_text("mine")
     assert main(line.split()) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == len(starts), lines
+    shown = capsys.readouterr()
+    lines = shown.err.splitlines()
+    assert not shown.out and len(lines) == len(starts), lines
     for start in starts:
         assert any(line.startswith(f"error: {start}") for line in lines), (start, lines)
     assert [path.name for path in tmp_path.rglob("*")] == ["notes.txt"]
@@ -219,25 +273,3 @@ def test_an_interrupt_within_the_composition_is_one(monkeypatch):
     monkeypatch.setattr("mmrl.cli.hydra.compose", interrupted)
     assert main(["train", "--cfg", "job"]) == 130
     assert main(["train", "seed=1"]) == 130
-
-
-@pytest.mark.parametrize("words", [["show", ""], ["train", "run.dir="], ["credit", "algo=grpo", "rollouts="]])
-def test_a_name_that_no_file_can_have_is_one_line(words, capsys):
-    name = "x" * 300
-    assert main([*words[:-1], f"{words[-1]}{name}"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ") and "xxx" in line and line.endswith("File name too long")
-
-
-def test_onednn_is_refused_beside_what_it_does_not_compute(capsys):
-    assert main(["train", "model.matmul=onednn", "model.dtype=bfloat16", "task.reward=nope"]) == 2
-    errors = capsys.readouterr().err
-    assert "model.matmul: got onednn, which computes float32 on a CPU, beside model.dtype=bfloat16" in errors
-    assert "task.reward: got 'nope'" in errors
-
-
-def test_a_page_in_a_folder_that_is_not_there_is_refused_first(tmp_path, capsys):
-    words = ["credit", "algo=grpo", f"rollouts={tmp_path / 'ten.json'}", f"page={tmp_path / 'no' / 'x.html'}"]
-    assert main(words) == 2
-    printed = capsys.readouterr()
-    assert f"page: no folder '{tmp_path / 'no'}'" in printed.err and not printed.out

@@ -55,31 +55,6 @@ def test_the_next_commands_are_printed(tmp_path, monkeypatch, capsys):
     assert "model=NAME" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ([], "got 0 names"),
-        (["a", "b"], "got 2 names"),
-        (["my-task"], "'my-task', expected a name for a Python package"),
-        (["class"], "'class', expected a name for a Python package"),
-        (["../x"], "expected a name for a Python package"),
-        (["null"], "'null', expected a name for a Python package"),
-        (["NaN"], "'NaN', expected a name for a Python package"),
-        (["hotpotqa"], "'hotpotqa' is a task of mmrl or"),
-        (["json"], "'json' is a task of mmrl or an installed Python package"),
-        (["route", "kind=torch"], "kind"),
-        (["route", "colour=red"], "colour"),
-        (["route", "dir=nowhere"], "dir: no folder 'nowhere'"),
-        (["--force", "route"], "--force"),
-    ],
-)
-def test_bad_input_is_one_clear_error_and_writes_nothing(arguments, said, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(["new-task", *arguments]) == 2
-    assert said in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("taken", ["route/mine.txt", "conf/task/route.yaml"])
 def test_nothing_is_overwritten(taken, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -271,6 +271,5 @@ def test_a_page_has_every_call_under_every_algorithm(forest, tmp_path, capsys):
         assert text.count(">+0.71<") == 4 and text.count(">-0.71<") == 4 and text.count(">·<") == 4
     assert "grpo: 4 entries" in page.read_text() and "q/0#0 → q/0#1" in page.read_text()
     capsys.readouterr()
-    assert main([*line, f"page={page}"]) == 2 and main([*line, "page=x.txt"]) == 2
-    errors = capsys.readouterr().err
-    assert "page.html exists; name another file" in errors and "page: got 'x.txt', expected a file ending in" in errors
+    assert main([*line, f"page={page}"]) == 2
+    assert "page.html exists; name another file" in capsys.readouterr().err

@@ -245,7 +245,6 @@ def test_a_step_that_is_not_what_its_journal_says_is_told(run, tmp_path, capsys)
             "run={run} step=7 rollouts=x",
             "rollouts: expected a file (rollouts=FILE) or a run (run=RUN_DIR), and not both",
         ),
-        ("rollouts=x algo=grpo step=7", "step: got 7, which has no effect without run=RUN_DIR"),
         ("run={run} step=7 algo=grop", "did you mean 'grpo'"),
         ("run={run} step=7 algo.padding=ragged", "algo.padding: unknown key"),
         ("run={run} step=7 algo=grpo algo.filler=max", "algo.filler: has no effect with grpo"),
