@@ -1,10 +1,5 @@
 """The planner and worker of docs/agents/planner_worker.py: by scripted replies, and trained with `tiny_agent`."""
 
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -30,6 +25,7 @@ from scripts.tiny_model.recipes import RECIPES
 from scripts.tiny_model.traces import call, traced
 from tests.helpers import TOP
 from tests.helpers.gateway import Scripted, agent_task, one, rolled_out
+from tests.helpers.watch import killed_when
 
 TINY_AGENT = ModelConfig(name="tiny", path="tiny_agent")
 MODULES = ("planner", "worker")
@@ -138,11 +134,6 @@ def test_a_killed_run_with_a_fork_at_the_worker_continues_to_the_same_numbers(tm
     monkeypatch.chdir(tmp_path / "whole")
     assert main(typed) == 0
     monkeypatch.chdir(tmp_path / "killed")
-    process = subprocess.Popen([sys.executable, "-m", "mmrl", *typed], env={**os.environ, "PYTHONPATH": str(TOP)})
-    while process.poll() is None and not list(Path("run/journal").glob("*2.jsonl.gz")):
-        time.sleep(0.01)
-    assert process.poll() is None, "it was killed before its end"
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    killed_when(lambda: list(Path("run/journal").glob("*2.jsonl.gz")), *typed)
     assert main(["train", "resume=run"]) == 0
     assert differences(tmp_path / "whole" / "run", tmp_path / "killed" / "run") == []

@@ -3,14 +3,12 @@
 Groups of one, completions without tokens, examples without a scored rollout: tests/credit/test_conventions.py.
 """
 
-import json
 import math
 from dataclasses import replace
 
 import pytest
 
 from mmrl.algorithms import ALGORITHMS
-from mmrl.cli import main
 from mmrl.config import ALGO_SCHEMAS
 from mmrl.errors import DataError
 from tests.helpers.forests import Grow
@@ -90,12 +88,3 @@ def test_a_rollout_that_failed_before_its_first_call_has_no_entry(name, reward):
     assert {entry.call for entry in found} == set(forest.calls)
     places = {"mmgrpo": 3}.get(name, 2)  # mmGRPO pads its groups to the number of rollouts
     assert len([entry for entry in found if entry.call.endswith("#0")]) == places
-
-
-def test_a_malformed_file_is_refused_with_the_record(tmp_path, capsys):
-    """What is malformed: tests/report/test_forest.py."""
-    calls = [{"id": "c0", "example": "q", "parent": "c9", "module": "a", "completion_tokens": 2}]
-    path = tmp_path / "forest.json"
-    path.write_text(json.dumps({"version": 1, "modules": ["a"], "calls": calls, "rollouts": []}))
-    assert main(["credit", "algo=grpo", f"rollouts={path}"]) == 2
-    assert capsys.readouterr() == ("", f"error: {path}: call 'c0': parent: got 'c9', which is no call\n")

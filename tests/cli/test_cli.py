@@ -135,12 +135,3 @@ def test_help_names_every_key_of_a_command_that_reads_its_own(capsys):
         shown = capsys.readouterr().out
         keys = set(section.model_fields) - {"run_dir", *(["name"] if command == "new-task" else [])}
         assert {key for key in keys if f"{key}=" not in shown} == set(), command
-
-
-def test_ctrl_c_while_a_command_is_starting_is_said(capsys, monkeypatch):
-    def stopped(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("mmrl.cli.arguments.read_arguments", stopped)
-    assert main(["show", "run"]) == 130
-    assert capsys.readouterr().err == "interrupted\n"

@@ -164,6 +164,13 @@ MISTAKES = [
         "model.matmul: got onednn, which computes float32 on a CPU, beside model.dtype=bfloat16",
         "task.reward: got 'nope'",
     ),
+    (
+        "train algo=mhgpo_fof model.modules.rewritr.lr=0.1 model.modules.reranker={frozen:true,lr:0.1}",
+        "model.modules: got 'rewritr', expected one of answerer, reranker, rewriter; did you mean 'rewriter'?",
+        "model.modules: weights per module are LoRA adapters, and model.lora is null; set model.lora",
+        "model.modules.reranker.lr: has no effect on a frozen module",
+    ),
+    ("train model.modules.reranker.froze=true", "model.modules.reranker.froze: unknown key; did you mean 'frozen'?"),
     *((f"doctor examples={text}", f"examples: got '{text}', expected ") for text in ("0", "-1", "x", "²")),
     # names that no file can have
     (f"show {LONG}", f"{LONG}/set.yaml: File name too long"),
@@ -261,7 +268,7 @@ def test_a_current_folder_that_is_gone_is_named(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err == "error: the current folder has been deleted: change to another one\n"
 
 
-def test_an_interrupt_within_the_composition_is_one(monkeypatch):
+def test_an_interrupt_within_the_composition_is_one(monkeypatch, capsys):
     """OmegaConf's own clean-up may fail on what Ctrl-C left half-way, and that is no mistake of the user's."""
 
     def interrupted(*arguments, **named):
@@ -271,5 +278,6 @@ def test_an_interrupt_within_the_composition_is_one(monkeypatch):
             None.flags  # noqa: B018
 
     monkeypatch.setattr("mmrl.cli.hydra.compose", interrupted)
-    assert main(["train", "--cfg", "job"]) == 130
-    assert main(["train", "seed=1"]) == 130
+    for words in (["--cfg", "job"], ["seed=1"]):
+        assert main(["train", *words]) == 130
+        assert capsys.readouterr().err == "interrupted\n"

@@ -6,11 +6,13 @@ import random
 import zlib
 from pathlib import Path
 
+import yaml
+
 from mmrl.records import Call, Forest, Rollout
 from mmrl.report.journal import write_step
 from mmrl.report.rundir import RunDir
 from mmrl.system.conf import later_wins
-from mmrl.system.files import append_jsonl
+from mmrl.system.files import append_jsonl, digest
 from mmrl.tasks.base import Score
 from scripts.chaos.compare import comparable
 
@@ -200,6 +202,32 @@ def command(random_model, run_dir, *overrides):
         "train",
         *later_wins([f"model.path={random_model}", f"run.dir={run_dir}", "train.steps=60", *SMALL, *overrides]),
     ]
+
+
+def change_config(run_dir, **sections):
+    """Change keys of the sections of a run's stored config: `hardware={"threads": 2}`, or `seed=7`."""
+    path = run_dir / "config.yaml"
+    stored = yaml.safe_load(path.read_text())
+    for name, value in sections.items():
+        stored[name] = {**stored[name], **value} if isinstance(value, dict) else value
+    path.write_text(yaml.safe_dump(stored))
+
+
+def flip(path, at=-100):
+    """Change a bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def forge(checkpoint):
+    """Make the list of a checkpoint's files agree with what is there, as whoever can write them can."""
+    marker = checkpoint / "complete.json"
+    stored = json.loads(marker.read_text())
+    for name in stored["files"]:
+        stored["files"][name] = (checkpoint / name).stat().st_size
+        stored["sha256"][name] = digest(checkpoint / name)
+    marker.write_text(json.dumps(stored))
 
 
 def numbers(run_dir):

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
-from collections.abc import Iterator
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+
+from tests.helpers import TOP
 
 LIMIT_S = 60
 
@@ -29,6 +35,16 @@ def terminates() -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, before)
+
+
+def killed_when(ready: Callable[[], object], *words: str) -> None:
+    """Run `mmrl WORDS` in a process, which is killed as soon as `ready`, before its end."""
+    process = subprocess.Popen([sys.executable, "-m", "mmrl", *words], env={**os.environ, "PYTHONPATH": str(TOP)})
+    while process.poll() is None and not ready():
+        time.sleep(0.01)
+    assert process.poll() is None, "it was killed before its end"
+    process.kill()
+    process.wait()
 
 
 def running(pid: int) -> bool:

@@ -1,19 +1,14 @@
 """Runs of an agent that knows nothing of mmrl: from the command line, killed and continued, and their credit."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from mmrl.cli import main
 from scripts.chaos.compare import differences
-from tests.helpers import TOP
 from tests.helpers.agents import DEV, TRAIN
+from tests.helpers.watch import killed_when
 
 AGENT = "tests.helpers.agents"
 
@@ -39,14 +34,7 @@ def test_a_killed_run_of_an_agent_continues_to_the_same_numbers(tmp_path, monkey
     monkeypatch.chdir(tmp_path / "whole")
     assert main(words(tmp_path, "run")) == 0
     monkeypatch.chdir(tmp_path / "killed")
-    started = [sys.executable, "-m", "mmrl", *words(tmp_path, "run")]
-    env = {**os.environ, "PYTHONPATH": str(TOP)}
-    process = subprocess.Popen(started, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env)
-    while process.poll() is None and not list(Path("run/journal").glob("*2.jsonl.gz")):
-        time.sleep(0.01)
-    assert process.poll() is None, "it was killed before its end"
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    killed_when(lambda: list(Path("run/journal").glob("*2.jsonl.gz")), *words(tmp_path, "run"))
     assert main(["train", "resume=run"]) == 0
     assert differences(tmp_path / "whole" / "run", tmp_path / "killed" / "run") == []
     capsys.readouterr()

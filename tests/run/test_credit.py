@@ -22,9 +22,14 @@ def section(name, **options):
     return ALGO_SCHEMAS[name].model_validate({"name": name, **options})
 
 
-def credit_report(algos, forest, *, seed, as_json, width=None):
-    credits = credit_all(algos, Source(forest), seed)
-    return json_report(algos, forest, credits) if as_json else table(algos, forest, credits, width)
+def printed(forest, *algos, width=None):
+    """The table."""
+    return table(algos, forest, credit_all(algos, Source(forest), 0), width)
+
+
+def credited(forest, *algos):
+    """The JSON, read."""
+    return json.loads(json_report(algos, forest, credit_all(algos, Source(forest), 0)))
 
 
 @pytest.fixture
@@ -37,7 +42,7 @@ def forest():
 
 def test_json_of_one_algorithm(forest):
     algo = section("mhgpo_fof", group_size=2)
-    found = json.loads(credit_report([algo], forest, seed=0, as_json=True))
+    found = credited(forest, algo)
     assert found["version"] == 1 and found["algo"] == "mhgpo_fof"
     assert [call["id"] for call in found["calls"]] == ["q/0#0", "q/0#1", "q/1#0", "q/1#1"]
     first = found["calls"][0]
@@ -53,7 +58,7 @@ def test_json_of_one_algorithm(forest):
 
 def test_advantages_of_several_algorithms_stand_side_by_side_before_a_table_of_each(forest):
     algos = [section("mhgpo_fof", group_size=2), section("mhgpo_is", group_size=2)]
-    beside, *rest = credit_report(algos, forest, seed=0, as_json=False).split("\n\n")
+    beside, *rest = printed(forest, *algos).split("\n\n")
     assert [line.split() for line in beside.splitlines()[1:3]] == [
         ["call", "module", "mhgpo_fof", "mhgpo_is"],
         ["q/0#0", "a", "0.707106", "x2", "0.707106", "x2"],
@@ -77,7 +82,7 @@ def test_the_command_takes_several_algorithms_and_prints_json_alone(capsys):
 def test_what_several_algorithms_lack_is_said_with_their_names(forest):
     algos = [section("mhgpo_fof", group_size=2), section("ppo", beta=0.0), section("mappo", beta=0.1)]
     with pytest.raises(DataError) as caught:
-        credit_report(algos, forest, seed=0, as_json=True)
+        credited(forest, *algos)
     first, second = caught.value.problems
     assert first.startswith("algo=ppo: call 'q/0#0': values: missing")
     assert second.startswith("algo=mappo: call 'q/0#0': logprobs: missing")
@@ -86,24 +91,19 @@ def test_what_several_algorithms_lack_is_said_with_their_names(forest):
 def test_problems_with_the_forests_modules_are_config_errors(forest):
     algo = section("mhgpo_fof", train_modules=("answerer",))
     with pytest.raises(ConfigError, match=r"algo\.train_modules: got 'answerer'"):
-        credit_report([algo], forest, seed=0, as_json=True)
+        credited(forest, algo)
 
 
 def test_reads_the_json_form_and_the_journal(forest, tmp_path):
-    plain = tmp_path / "forest.json"
-    plain.write_text(json.dumps(dump_forest(forest)))
-    journal = tmp_path / "step-000001.jsonl.gz"
-    journal.write_bytes(gzip.compress("".join(dumps(line) + "\n" for line in encode_step(forest, ())).encode()))
-    unzipped = tmp_path / "step-000001.jsonl"
-    unzipped.write_bytes(gzip.decompress(journal.read_bytes()))
-    zipped = tmp_path / "forest.json.gz"
-    zipped.write_bytes(gzip.compress(plain.read_bytes()))
-    marked = tmp_path / "from-windows.json"
-    marked.write_text(plain.read_text(), encoding="utf-8-sig")
+    plain = json.dumps(dump_forest(forest)).encode()
+    journal = "".join(dumps(line) + "\n" for line in encode_step(forest, ())).encode()
+    files = {"forest.json": plain, "forest.json.gz": gzip.compress(plain), "windows.json": b"\xef\xbb\xbf" + plain}
+    files |= {"step-000001.jsonl": journal, "step-000001.jsonl.gz": gzip.compress(journal)}
     algo = section("mhgpo_rr", group_size=2)
-    paths = (plain, journal, unzipped, zipped, marked)
-    reports = {credit_report([algo], load_rollouts(path), seed=0, as_json=True) for path in paths}
-    assert len(reports) == 1
+    expected = credited(forest, algo)
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+        assert credited(load_rollouts(tmp_path / name), algo) == expected, name
 
 
 def test_texts_with_blanks_and_line_separators_of_unicode_stay_in_their_line(tmp_path):
@@ -121,7 +121,7 @@ def test_names_that_no_terminal_shows_are_escaped():
     grow = Grow(("a",))
     for name, outcome in (("\ud800/0", 1.0), ("größe\n\x1b[31m/1", 0.0), ("größe/2", None)):
         grow.chain(name, "a", outcome, error=None if outcome is not None else "tool")
-    text = credit_report([section("grpo", group_size=2)], grow.forest, seed=0, as_json=False)
+    text = printed(grow.forest, section("grpo", group_size=2))
     assert [line.split("  ")[0] for line in text.splitlines()[2:4]] == ["\\xd800/0#0", "größe ⏎ \\x1b[31m/1#0"]
     assert text.splitlines()[4] == "calls without an entry: größe/2#0"
     text.encode()
@@ -178,13 +178,13 @@ def test_a_table_shows_what_a_critic_estimates_and_what_padding_repeats():
     grow.end(grow.call("q/1", "q/0", "b", 1, values=(0.0,)), 1.0)
     grow.end(grow.call("q/2", None, "a", 0, values=()), 0.00025)
     ppo, mmgrpo = section("ppo", beta=0, whiten="none"), section("mmgrpo", filler="max", rollouts=2)
-    alone = credit_report([ppo], grow.forest, seed=0, as_json=False).splitlines()
+    alone = printed(grow.forest, ppo).splitlines()
     assert alone[1].split()[:4] == ["call", "module", "reward", "parts"]
     assert "0.75 0.5" in alone[2] and "1 x2" in alone[2] and "0.333333 x2" in alone[2]
-    both = credit_report([ppo, mmgrpo], grow.forest, seed=0, as_json=False).splitlines()
+    both = printed(grow.forest, ppo, mmgrpo).splitlines()
     assert sum(line.startswith("q/1") for line in both) == 4 and sum("(filler)" in line for line in both) == 1
     assert "0.00025" in both[-1]
-    found = json.loads(credit_report([ppo], grow.forest, seed=0, as_json=True))["calls"][0]
+    found = credited(grow.forest, ppo)["calls"][0]
     assert found["returns"] == [1.0, 1.0] and found["raw_advantages"] == [0.75, 0.5]
     assert found["token_rewards"] == [0.0, 0.0] and found["group"] is None and found["mean"] is None
 
@@ -198,27 +198,20 @@ def test_a_table_to_the_word():
     grow.end(grow.call("q/2", None, "a", 0), -0.0)
     head = "call module reward parts group size mean std advantage weight"
     of_a, of_b = "2 0.5 0.707107", "2 1 0 0 0.25"
+    of_grpo = [
+        f"q/0 a 1 outcome=1 q {of_a} 0.707106 x2 0.333333 x2",
+        f"q/1 b 1 outcome=1 q {of_a} 0.707106 0.333333",
+        f"q/2 a 0 outcome=0 q {of_a} - -",
+    ]
+    of_mmgrpo = [
+        f"q/0 a 1 outcome=1 q:a:0 {of_a} 0.707106 x2 0.25 x2",
+        f"q/1 b 1 outcome=1 q:b:0 {of_b}",
+        f"q/1 b 1 outcome=1 q:b:0 (filler) {of_b}",
+        f"q/2 a 0 outcome=0 q:a:0 {of_a} - -",
+    ]
     grpo, mmgrpo = section("grpo", group_size=2), section("mmgrpo", rollouts=2, filler="max")
-    for algo, rows in (
-        (
-            grpo,
-            [
-                f"q/0 a 1 outcome=1 q {of_a} 0.707106 x2 0.333333 x2",
-                f"q/1 b 1 outcome=1 q {of_a} 0.707106 0.333333",
-                f"q/2 a 0 outcome=0 q {of_a} - -",
-            ],
-        ),
-        (
-            mmgrpo,
-            [
-                f"q/0 a 1 outcome=1 q:a:0 {of_a} 0.707106 x2 0.25 x2",
-                f"q/1 b 1 outcome=1 q:b:0 {of_b}",
-                f"q/1 b 1 outcome=1 q:b:0 (filler) {of_b}",
-                f"q/2 a 0 outcome=0 q:a:0 {of_a} - -",
-            ],
-        ),
-    ):
-        title, *lines = credit_report([algo], grow.forest, seed=0, as_json=False).splitlines()
+    for algo, rows in ((grpo, of_grpo), (mmgrpo, of_mmgrpo)):
+        title, *lines = printed(grow.forest, algo).splitlines()
         assert title == f"{algo.name}: {len(rows)} entries"
         assert [" ".join(line.split()) for line in lines] == [head, *rows]
 
@@ -232,23 +225,23 @@ def test_mini_batches_split_the_examples_in_order_and_weigh_each_by_itself():
     weights = {}
     for count in (1, 2, 3):
         algo = section("grpo", group_size=2, minibatches=count)
-        found = json.loads(credit_report([algo], grow.forest, seed=0, as_json=True))["calls"]
+        found = credited(grow.forest, algo)["calls"]
         weights[count] = [(entry["minibatch"], entry["weights"][0]) for entry in found]
     assert weights[1] == [(0, pytest.approx(1 / 12))] * 6
     assert weights[2] == [(0, pytest.approx(1 / 8))] * 4 + [(1, pytest.approx(1 / 4))] * 2
     assert weights[3] == [(batch, pytest.approx(1 / 4)) for batch in (0, 0, 1, 1, 2, 2)]
-    text = credit_report([section("grpo", minibatches=2)], grow.forest, seed=0, as_json=False)
+    text = printed(grow.forest, section("grpo", minibatches=2))
     assert text.splitlines()[1].split()[:3] == ["call", "module", "minibatch"]
     assert [line.split()[2] for line in text.splitlines()[2:]] == ["0", "0", "0", "0", "1", "1"]
     with pytest.raises(ConfigError, match=r"algo\.minibatches: got 4, expected at most 3, the number of examples"):
-        credit_report([section("grpo", minibatches=4)], grow.forest, seed=0, as_json=False)
+        printed(grow.forest, section("grpo", minibatches=4))
 
 
 def test_a_table_wider_than_the_terminal_goes_on_below_with_its_calls(forest):
     algo = section("mhgpo_fof", group_size=2)
-    wide = credit_report([algo], forest, seed=0, as_json=False)
-    assert credit_report([algo], forest, seed=0, as_json=False, width=120) == wide
-    narrow = credit_report([algo], forest, seed=0, as_json=False, width=80).splitlines()
+    wide = printed(forest, algo)
+    assert printed(forest, algo, width=120) == wide
+    narrow = printed(forest, algo, width=80).splitlines()
     assert [line.split() for line in narrow[1:3]] == [
         ["call", "module", "reward", "parts", "group", "size", "mean", "std"],
         ["q/0#0", "a", "1", "shared=1", "penalty=0", "q:a:0", "2", "0.5", "0.707107"],

@@ -16,14 +16,12 @@ from huggingface_hub import metadata_load
 from safetensors.torch import load_file
 
 from mmrl.cli import main
-from mmrl.models.policy import EXTRA, MARKER
+from mmrl.models.policy import EXTRA
 from mmrl.models.save import write_tokenizer
 from mmrl.report.journal import read_step
 from mmrl.report.rundir import RunDir
-from mmrl.system.files import digest
 from mmrl.tasks.search_program import MultihopQaTask
-from mmrl.trainer.checkpoint import commit, temporary_folder
-from tests.helpers.runs import EVAL, command, score_of_texts
+from tests.helpers.runs import EVAL, change_config, command, flip, forge, score_of_texts
 
 LORA = ["model.lora.r=4", "model.lora.alpha=8"]
 MODULES = ("rewriter", "reranker", "answerer")
@@ -106,10 +104,7 @@ def test_names_of_weights_cannot_lead_out_of_the_folder(by_module: Path, tmp_pat
     extra = json.loads((checkpoint / EXTRA).read_text())
     extra["modules"]["answerer"] = "../../outside"
     (checkpoint / EXTRA).write_text(json.dumps(extra))
-    marker = json.loads((checkpoint / MARKER).read_text())
-    marker["files"][EXTRA] = (checkpoint / EXTRA).stat().st_size
-    marker["sha256"][EXTRA] = digest(checkpoint / EXTRA)
-    (checkpoint / MARKER).write_text(json.dumps(marker))
+    forge(checkpoint)
     said = refused(capsys, run, f"out={tmp_path}/a/b/out", "form=adapter")
     assert "modules.answerer: got '../../outside', expected the name of a folder in the checkpoint" in said
     assert not (tmp_path / "a").exists()
@@ -141,8 +136,7 @@ def test_a_base_in_bfloat16_stays_in_bfloat16(
     other = shutil.copytree(random_model, tmp_path / "base")
     AutoModelForCausalLM.from_pretrained(random_model, dtype=torch.bfloat16).save_pretrained(other)
     run = shutil.copytree(shared, tmp_path / "run")
-    config = (run / "config.yaml").read_text().replace(random_model, str(other))
-    (run / "config.yaml").write_text(config)
+    change_config(run, model={"path": str(other)})
     out = exported(run, tmp_path / "out")
     assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {torch.bfloat16}
 
@@ -165,6 +159,8 @@ def test_nothing_is_overwritten_and_nothing_half_written(
     mine.mkdir()
     assert f"out: {mine} exists, and is left as it is" in refused(capsys, shared, f"out={mine}")
     assert list(mine.iterdir()) == []
+    (tmp_path / "link").symlink_to(tmp_path / "gone" / "x")
+    assert f"error: out: {tmp_path / 'link'} exists" in refused(capsys, shared, f"out={tmp_path / 'link'}")
     (mine / "file").touch()
     assert f"out: cannot make {mine / 'file'}: " in refused(capsys, shared, f"out={mine / 'file' / 'out'}")
 
@@ -173,22 +169,14 @@ def test_nothing_is_overwritten_and_nothing_half_written(
 
     monkeypatch.setattr("mmrl.run.export.model_card", fails)
     assert main(["export", str(shared), f"out={tmp_path / 'out'}"]) == 130
-    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-
-
-def test_a_link_that_leads_nowhere_is_in_the_way(by_module: Path, tmp_path: Path, capsys: Any) -> None:
-    (tmp_path / "link").symlink_to(tmp_path / "gone" / "x")
-    assert main(["export", str(by_module), f"out={tmp_path / 'link'}"]) == 2
-    assert f"error: out: {tmp_path / 'link'} exists" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "mine"]
 
 
 def test_damage_is_refused_by_file(by_module: Path, tmp_path: Path, capsys: Any) -> None:
     """A flipped bit of the weights, and numbers of the card that the run has not written."""
     run = shutil.copytree(by_module, tmp_path / "run")
     weights = run / "checkpoints" / "checkpoint-2" / "answerer" / "adapter_model.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[-1] ^= 1
-    weights.write_bytes(data)
+    flip(weights)
     error = refused(capsys, run, f"out={tmp_path / 'out'}")
     assert f"{weights} has not the content that was written; restore it, or export another checkpoint" in error
     exported(run, tmp_path / "one", "checkpoint=1")
@@ -220,10 +208,7 @@ def test_a_template_that_renders_other_ids_is_not_exported(shared: Path, tmp_pat
     checkpoint = run / "checkpoints" / "checkpoint-2"
     template = checkpoint / "chat_template.jinja"
     template.write_text(template.read_text().replace("{{ m.content }}", "{{ m.content | trim }}"))
-    extra = json.loads((checkpoint / EXTRA).read_text())
-    (checkpoint / MARKER).unlink()
-    checkpoint.rename(temporary_folder(run / "checkpoints", 2))
-    commit(run / "checkpoints", 2, extra)
+    forge(checkpoint)
     error = refused(capsys, run, f"out={tmp_path / 'out'}")
     assert "its chat template gives other token ids than in training" in error
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -246,9 +231,8 @@ def test_a_template_without_a_system_role_gets_one(random_model: str, tmp_path: 
     user, answer = {"role": "user", "content": "Who?"}, {"role": "assistant", "content": "He."}
     system, merged = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Be brief.\n\nWho?"}
     for given, expected in (([system, user, answer, user], [merged, answer, user]), ([user], [user])):
-        assert exported.apply_chat_template(given, tokenize=False) == plain.apply_chat_template(
-            expected, tokenize=False
-        )
+        texts = exported.apply_chat_template(given, tokenize=False), plain.apply_chat_template(expected, tokenize=False)
+        assert texts[0] == texts[1]
     assert AutoTokenizer.from_pretrained(tmp_path / "random-out").chat_template == template
 
 

@@ -5,21 +5,12 @@ import pytest
 
 from mmrl.cli import main
 from mmrl.report.rundir import RunDir
-from scripts.chaos.compare import comparable
-from tests.helpers.runs import command
-
-
-@pytest.fixture(scope="module")
-def whole(random_model, tmp_path_factory):
-    """A run of 4 steps."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    assert main(command(random_model, folder, "train.steps=4")) == 0
-    return folder
+from tests.helpers.runs import command, numbers
 
 
 @pytest.fixture(scope="module")
 def short(random_model, tmp_path_factory):
-    """The same with 2 steps, finished."""
+    """A run of 2 steps, finished."""
     folder = tmp_path_factory.mktemp("short") / "run"
     assert main(command(random_model, folder, "train.steps=2")) == 0
     return folder
@@ -34,14 +25,16 @@ def weights(run, step):
     return file.read_bytes()
 
 
-def test_two_steps_and_two_more_are_four_bit_for_bit(whole, short, tmp_path, capsys):
-    run = copy(short, tmp_path)
+def test_two_steps_and_two_more_are_four_bit_for_bit(short, random_model, tmp_path, capsys):
+    run, whole = copy(short, tmp_path), tmp_path / "whole"
+    assert main(command(random_model, whole, "train.steps=4")) == 0
+    capsys.readouterr()
     before, config = RunDir.read(run).summary, (run / "config.yaml").read_bytes()
     assert main(["train", f"resume={run}", "train.steps=+2"]) == 0
     printed = capsys.readouterr()
     assert "continuing from step 2" in printed.err and "after step 2 (segments.jsonl)" in printed.out
     seen, expected = RunDir.read(run), RunDir.read(whole)
-    assert [comparable(record) for record in seen.history()] == [comparable(record) for record in expected.history()]
+    assert numbers(run) == numbers(whole)
     assert weights(run, 4) == weights(whole, 4)
     for step in (3, 4):
         assert seen.journal_path(step).read_bytes() == expected.journal_path(step).read_bytes()
@@ -103,9 +96,8 @@ def test_a_killed_extension_goes_on_and_a_changed_segment_is_noticed(short, tmp_
     ],
 )
 def test_what_a_run_cannot_go_on_with(typed, says, short, tmp_path, capsys):
-
     def files():
-        # the lock, and that somebody tried
+        # but for the lock, and that somebody tried
         passed_over = ("run.lock", "environment.json")
         return {p: p.read_bytes() for p in short.rglob("*") if p.is_file() and p.name not in passed_over}
 
@@ -117,10 +109,7 @@ def test_what_a_run_cannot_go_on_with(typed, says, short, tmp_path, capsys):
 
 def test_a_refused_extension_leaves_no_trace(short, tmp_path, capsys):
     run = copy(short, tmp_path)
-    (newest,) = (run / "checkpoints").glob("checkpoint-2")
-    (newest / "config.json").write_text("{}")
-    for older in (run / "checkpoints").glob("checkpoint-1"):
-        shutil.rmtree(older)
+    (run / "checkpoints" / "checkpoint-2" / "config.json").write_text("{}")
     assert main(["train", f"resume={run}", "train.steps=+1"]) == 2
     assert "no checkpoint is left to continue from" in capsys.readouterr().err
     assert not (run / "segments.jsonl").exists()

@@ -9,7 +9,6 @@ import sys
 import time
 
 import pytest
-import yaml
 
 from mmrl.cli import main
 from mmrl.config import HardwareConfig
@@ -28,7 +27,7 @@ from mmrl.system.processes import ALONE, Processes, join, merge_forests
 from scripts.chaos.compare import comparable
 from tests.helpers import TOP
 from tests.helpers.forests import Grow
-from tests.helpers.runs import command
+from tests.helpers.runs import change_config, command
 from tests.helpers.watch import running
 
 SMALL = (
@@ -177,46 +176,52 @@ def test_profiles_that_cannot_work_are_refused(values, engine, more, expected):
     assert len(problems) == bool(expected) and expected in "".join(problems)
 
 
-@pytest.mark.parametrize("stage", ["zero2", "zero3"])
-def test_zero_without_deepspeed_is_refused_before_anything_loads(stage, monkeypatch, capsys, tmp_path):
-    arguments = ["hardware=h100x8", f"hardware.sharding={stage}", "engine.urls=[http://127.0.0.1:1]"]
-    find = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "deepspeed" else find(name))
-    monkeypatch.setattr("mmrl.models.load.load_model", None)
-    assert main(["train", *arguments, f"run.dir={tmp_path / 'run'}"]) == 2
-    shown = capsys.readouterr().err
-    assert f"hardware.sharding: got {stage}, which needs DeepSpeed" in shown
-    assert "pip install 'mmrl[deepspeed]'" in shown and "hardware.sharding=fsdp2" in shown
-    assert "Traceback" not in shown and not (tmp_path / "run").exists()
-    assert missing_packages(profile(processes=8, sharding="fsdp2")) == []
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    assert missing_packages(profile(processes=8, sharding=stage)) == []
-
-
-def test_packages_that_a_profile_s_engine_needs_are_asked_for_too(monkeypatch, capsys, tmp_path):
-    """Both at once: DeepSpeed of the sharding, vLLM of the profile's own engine."""
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    arguments = ["hardware=h100x8", "hardware.sharding=zero2", f"run.dir={tmp_path / 'run'}"]
-    assert main(["train", *arguments]) == 2
-    shown = capsys.readouterr().err
-    assert "needs DeepSpeed" in shown and "engine: vllm_server needs vLLM" in shown
-
-
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("missing", "words", "said"),
     [
-        ([], "hardware.ray: profile 'ray' needs Ray, which"),
-        (["hardware.processes=[1,4]"], "hardware.processes: got [1,4], expected integer"),
-        (["hardware.nodes=1-4"], "hardware.nodes: got '1-4', expected integer"),
-        (["hardware.ray.address=ray://head:10001"], "hardware.ray.address: got 'ray://head:10001', expected"),
-        (["algo=sft", "hardware.processes=1"], "hardware.ray: has no effect with algo=sft, which trains in one"),
+        *(
+            (
+                ["deepspeed"],
+                ["hardware=h100x8", f"hardware.sharding={stage}", "engine.urls=[http://127.0.0.1:1]"],
+                [f"sharding: got {stage}, which needs DeepSpeed", "'mmrl[deepspeed]'", "hardware.sharding=fsdp2"],
+            )
+            for stage in ("zero2", "zero3")
+        ),
+        # both at once, the second of the profile's own engine
+        (
+            ["deepspeed", "vllm"],
+            ["hardware=h100x8", "hardware.sharding=zero2"],
+            ["needs DeepSpeed", "server needs vLLM"],
+        ),
+        (["ray"], ["hardware=ray"], ["hardware.ray: profile 'ray' needs Ray, which"]),
+        # numbers of processes that would change
+        (["ray"], ["hardware=ray", "hardware.processes=[1,4]"], ["processes: got [1,4], expected integer"]),
+        (["ray"], ["hardware=ray", "hardware.nodes=1-4"], ["hardware.nodes: got '1-4', expected integer"]),
+        (["ray"], ["hardware=ray", "hardware.ray.address=ray://head:1"], ["address: got 'ray://head:1', expected"]),
+        (
+            ["ray"],
+            ["hardware=ray", "algo=sft", "hardware.processes=1"],
+            ["hardware.ray: has no effect with algo=sft, which trains in one"],
+        ),
+        ([], ["hardware=cpu2", "hardware.nodes=2"], ["torchrun --nnodes 2 --nproc-per-node 2"]),
     ],
 )
-def test_ray_that_is_missing_and_numbers_of_processes_that_would_change(words, said, monkeypatch, capsys, tmp_path):
+def test_a_profile_that_cannot_run_here_is_refused_before_anything_loads(
+    missing, words, said, monkeypatch, capsys, tmp_path
+):
     find = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "ray" else find(name))
-    assert main(["train", "hardware=ray", *words, f"run.dir={tmp_path / 'run'}"]) == 2
-    assert said in capsys.readouterr().err and not (tmp_path / "run").exists()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in missing else find(name))
+    monkeypatch.setattr("mmrl.models.load.load_model", None)
+    assert main(["train", *words, f"run.dir={tmp_path / 'run'}"]) == 2
+    shown = capsys.readouterr().err
+    assert all(text in shown for text in said) and "Traceback" not in shown, shown
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_package_that_is_there_or_not_needed_is_not_missed(monkeypatch):
+    assert missing_packages(profile(processes=8, sharding="fsdp2")) == []
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert missing_packages(profile(processes=8, sharding="zero3")) == []
 
 
 def test_a_launcher_s_processes_wrap_the_model_as_the_profile_says(monkeypatch):
@@ -227,27 +232,16 @@ def test_a_launcher_s_processes_wrap_the_model_as_the_profile_says(monkeypatch):
     assert os.environ["ACCELERATE_USE_FSDP"] == "true" and os.environ["FSDP_VERSION"] == "2"
 
 
-def test_several_nodes_are_started_by_a_launcher(capsys, tmp_path):
-    arguments = ["hardware=cpu2", "hardware.nodes=2", f"run.dir={tmp_path / 'run'}"]
-    assert main(["train", *arguments]) == 2
-    assert "torchrun --nnodes 2 --nproc-per-node 2" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
-
-
 def test_more_gpus_than_the_machine_has_are_refused(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 7)
     monkeypatch.setattr("mmrl.models.load.load_tokenizer", None)
-    where = f"run.dir={tmp_path / 'run'}"
     monkeypatch.setattr("mmrl.engines.vllm.command._has_vllm", lambda python: True)
     for line, said in (
-        (
-            "hardware=h100x2 hardware.processes=8",
-            "8 GPUs to train and 0 to serve rollouts, this machine has 7",
-        ),
+        ("hardware=h100x2 hardware.processes=8", "8 GPUs to train and 0 to serve rollouts, this machine has 7"),
         ("hardware=h100x8_split engine.python=python", "asks for 7 GPUs to train and 1 to serve rollouts, this"),
     ):
-        assert main(["train", *line.split(), where]) == 2
+        assert main(["train", *line.split(), f"run.dir={tmp_path / 'run'}"]) == 2
         shown = " ".join(capsys.readouterr().err.split())
         assert "hardware.processes: profile" in shown and said in shown
     assert not (tmp_path / "run").exists()
@@ -360,10 +354,7 @@ def test_a_run_resumed_where_its_gpu_is_not_is_refused(random_model, tmp_path, c
     monkeypatch.setattr("mmrl.run.session.build_stage", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
     run = tmp_path / "run"
     assert main(command(random_model, run)) == 130
-    config = run / "config.yaml"
-    stored = yaml.safe_load(config.read_text())
-    stored["hardware"]["device"] = "cuda"
-    config.write_text(yaml.safe_dump(stored))
+    change_config(run, hardware={"device": "cuda"})
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     capsys.readouterr()
     assert main(["train", f"resume={run}"]) == 2

@@ -65,15 +65,6 @@ def test_killed_at_a_random_instant_and_resumed_a_run_gives_bit_equal_numbers(ra
     assert numbers(tmp_path / "whole") == numbers(killed)
 
 
-def test_eval_of_a_run_agrees_with_the_runs_own_last_evaluation(whole, tmp_path, capsys):
-    after = RunDir.read(whole).history()[-1]
-    assert main(["eval", f"policy={whole}", f"run.dir={tmp_path / 'eval'}", *EVAL]) == 0
-    metrics = RunDir.read(tmp_path / "eval").summary["metrics"]
-    for name in ("em", "f1", "accuracy"):
-        assert metrics[name] == after[f"eval/dev/{name}"]
-    assert "95 % interval" in capsys.readouterr().out
-
-
 @pytest.fixture
 def outage(monkeypatch):
     """From now on a search fails where `fails` says so of its number."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -70,10 +71,8 @@ def test_law_12_only_the_trained_modules_adapters_change(
     for name in MODULES:
         assert same(tmp_path / "run", tmp_path / "again", name, 2, 1) == (name != "answerer")
     record = RunDir.read(tmp_path / "run").history()[-1]
-    assert {key for key in record if key.startswith("adapter/")} == {
-        "adapter/answerer/grad_norm",
-        "adapter/answerer/lr",
-    }
+    found = {key for key in record if key.startswith("adapter/")}
+    assert found == {"adapter/answerer/grad_norm", "adapter/answerer/lr"}
 
 
 def test_each_module_is_served_with_its_own_adapter_in_training_and_evaluation(
@@ -137,38 +136,22 @@ def test_stopped_and_resumed_adapters_per_module_give_bit_equal_numbers(
     varied: None, random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after a kill, in one process: the sampler of step 4 stops the run; step 2 was saved."""
-    extra = ["algo=mhgpo_fof", *LORA, "model.modules.reranker.frozen=true", "train.steps=4", "eval.items=2"]
-    extra.append("model.modules.rewriter.lr=0.1")
+    extra = ["algo=mhgpo_fof", *LORA, "model.modules.reranker.frozen=true", "model.modules.rewriter.lr=0.1"]
+    extra += ["train.steps=4", "eval.items=2"]
     assert main(command(random_model, tmp_path / "whole", *extra)) == 0
-    works = rng.stream
+    works, orders = rng.stream, itertools.count(1)
 
     def stops(*key: Any) -> Any:
-        if key[1] == "order":
-            stops.count += 1  # type: ignore[attr-defined]
-            if stops.count == 4:  # type: ignore[attr-defined]
-                raise KeyboardInterrupt
+        if key[1] == "order" and next(orders) == 4:
+            raise KeyboardInterrupt
         return works(*key)
 
-    stops.count = 0  # type: ignore[attr-defined]
     with monkeypatch.context() as patch:
         patch.setattr("mmrl.stages.collect.rng.stream", stops)
         assert main(command(random_model, tmp_path / "stopped", *extra)) != 0
     assert main(["train", f"resume={tmp_path / 'stopped'}"]) == 0
     assert numbers(tmp_path / "whole") == numbers(tmp_path / "stopped")
     assert all(same(tmp_path / "whole", tmp_path / "stopped", name, 4) for name in MODULES)
-
-
-def test_config_errors_come_at_once_with_the_nearest_name(random_model: str, tmp_path: Path, capsys: Any) -> None:
-    wrong = ["model.modules.rewritr.lr=0.1", "model.modules.reranker.frozen=true", "model.modules.reranker.lr=0.1"]
-    assert train(random_model, tmp_path / "run", *wrong) == 2
-    found = capsys.readouterr().err
-    assert "model.modules: got 'rewritr'" in found and "did you mean 'rewriter'" in found
-    assert "model.modules.reranker.lr: has no effect on a frozen module" in found
-    assert "set model.lora" in found
-    assert not (tmp_path / "run").exists()
-    assert train(random_model, tmp_path / "run", *LORA, "model.modules.reranker.froze=true") == 2
-    found = capsys.readouterr().err
-    assert "model.modules.reranker.froze: unknown key; did you mean 'frozen'?" in found
 
 
 def test_eval_refuses_modules_that_a_policy_has_no_weights_for(tmp_path: Path, capsys: Any) -> None:
