@@ -138,9 +138,7 @@ def find_repeated(keys: Sequence[str]) -> list[str]:
     return [f"{key}: given more than once" for key in dict.fromkeys(keys) if keys.count(key) > 1]
 
 
-def read_arguments(
-    command: str, schema: type[SectionT], words: Sequence[str], *, name: str | None = None, label: str = ""
-) -> SectionT:
+def read_arguments(command: str, schema: type[SectionT], words: Sequence[str], *, name: str | None = None) -> SectionT:
     """Parse words and validate them as a section.
 
     Args:
@@ -148,7 +146,6 @@ def read_arguments(
         schema: its fields are the keys; a tuple field takes values joined by commas.
         words: `key=value` each, and the name.
         name: the field that the one word without a `=` sets; None: there is no such word.
-        label: label of the name in messages: `RUN_DIR`.
 
     Raises:
         ConfigError: every problem at once.
@@ -161,7 +158,7 @@ def read_arguments(
         wrong += [f"{word}: expected key=value" for word in names]
     else:
         if len(names) != 1:
-            problems.append(f"{command}: got {len(names)} names, expected one: {command} {label}")
+            problems.append(f"{command}: got {len(names)} names, expected one: {command} {name.upper()}")
         # also where it is missing, so that the other keys are validated in the same call
         pairs.append((name, names[0] if names else ""))
     with gathered(wrong):

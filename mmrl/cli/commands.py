@@ -182,7 +182,7 @@ def show(context: typer.Context, as_json: JsonFlag = False) -> int:
     """
     from mmrl.cli.arguments import ShowArguments, read_arguments
 
-    arguments = read_arguments("mmrl show", ShowArguments, context.args, name="run_dir", label="RUN_DIR")
+    arguments = read_arguments("mmrl show", ShowArguments, context.args, name="run_dir")
     path = Path(arguments.run_dir)
     if as_json:
         if arguments.step is None or arguments.example is not None:
@@ -343,7 +343,7 @@ def export(context: typer.Context) -> int:
     from mmrl.run.export import ExportArguments
     from mmrl.run.export import export as write
 
-    return write(read_arguments("mmrl export", ExportArguments, context.args, name="run_dir", label="RUN_DIR"))
+    return write(read_arguments("mmrl export", ExportArguments, context.args, name="run_dir"))
 
 
 @app.command(context_settings=SETTINGS, options_metavar="policy=P [KEY=VALUE ...]")

@@ -95,7 +95,7 @@ def set_config(command: str, words: Sequence[str], config_dir: str | None) -> St
 
 def swept(line: CommandLine, job: Job) -> None:
     """Let Hydra go through the jobs of a sweep of `mmrl train`, by any sweeper and launcher."""
-    through_hydra("train", _from_run(line), lambda raw, words: job(lambda: _train_config(line, raw(), words)))
+    through_hydra(_from_run(line), lambda raw, words: job(lambda: _train_config(line, raw(), words)))
 
 
 def _eval_config(line: CommandLine, raw: Mapping[str, object], words: Sequence[str]) -> EvalCommandConfig:

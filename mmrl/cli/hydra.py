@@ -145,13 +145,13 @@ def print_job(config_name: str, line: CommandLine) -> None:
     print(OmegaConf.to_yaml(OmegaConf.create(composed(config_name, words[0], line.config_dir))), end="")
 
 
-def through_hydra(config_name: str, line: CommandLine, job: Job) -> None:
-    """Let Hydra's own main drive: multirun with any sweeper and launcher."""
+def through_hydra(line: CommandLine, job: Job) -> None:
+    """Let Hydra's own main drive `mmrl train -m`, with any sweeper and launcher."""
     _put_user_folders_first(line.config_dir)
     GlobalHydra.instance().clear()
 
     def call(config: DictConfig) -> float | None:
-        return job(lambda: _sections(config_name, config), list(HydraConfig.get().overrides.task))
+        return job(lambda: _sections("train", config), list(HydraConfig.get().overrides.task))
 
     # A sweep goes to Hydra unexpanded: which sweeper takes it apart may be an override too.
     words = [force_override(override, value_text(override)) for override in line.overrides]
@@ -160,7 +160,7 @@ def through_hydra(config_name: str, line: CommandLine, job: Job) -> None:
     # Hydra would print what a sweeper raises, with a traceback, and end the process.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
     try:
-        hydra_main(config_path=str(conf_dir()), config_name=config_name, version_base="1.3")(call)()
+        hydra_main(config_path=str(conf_dir()), config_name="train", version_base="1.3")(call)()
     except (HydraException, OmegaConfBaseException) as error:
         raise _refusal(error) from None
     finally:

@@ -49,7 +49,7 @@ class NewTaskArguments(Section):
 
 def create(words: Sequence[str]) -> int:
     """Run `mmrl new-task NAME [kind=async|dspy] [dir=FOLDER]`."""
-    arguments = read_arguments("mmrl new-task", NewTaskArguments, words, name="name", label="NAME")
+    arguments = read_arguments("mmrl new-task", NewTaskArguments, words, name="name")
     top = user_path(arguments.dir)
     problems = [] if top.is_dir() else [f"dir: no folder '{arguments.dir}'"]
     refuse([*problems, *name_problems(arguments.name, top)])

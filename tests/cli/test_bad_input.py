@@ -9,9 +9,8 @@ from dataclasses import replace
 import pytest
 
 from mmrl.algorithms import ALGORITHMS
-from mmrl.config import ALGO_SCHEMAS
 from mmrl.errors import DataError
-from tests.helpers.forests import Grow
+from tests.helpers.forests import Grow, credit
 
 EVERY = sorted(ALGORITHMS)
 
@@ -37,11 +36,6 @@ def grown(*rows, modules=("a", "b")):
     return grow.forest
 
 
-def credit(forest, name, **options):
-    algo = ALGO_SCHEMAS[name].model_validate({"name": name, **options})
-    return ALGORITHMS[name].credit(forest, algo, 0).entries
-
-
 def weight(entries):
     return math.fsum(w for entry in entries for w in entry.weights)
 
@@ -63,14 +57,16 @@ def test_a_reward_that_is_no_number_is_refused_by_name(name, value):
 @pytest.mark.parametrize("name", EVERY)
 def test_a_module_that_is_never_called_changes_nothing(name):
     rows = [("q", "ab", 1.0), ("q", "ab", 0.0), ("p", "ab", 0.2), ("p", "ab", 0.4)]
-    without, beside = (credit(grown(*rows, modules=modules), name) for modules in (("a", "b"), ("a", "b", "never")))
+    without, beside = (
+        credit(grown(*rows, modules=modules), name).entries for modules in (("a", "b"), ("a", "b", "never"))
+    )
     assert [(e.call, e.advantages, e.weights) for e in beside] == [(e.call, e.advantages, e.weights) for e in without]
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_ragged_invocations_are_credited(name):
     forest = grown(("q", "abb", 1.0), ("q", "ab", 0.0), ("q", "abbb", 0.5))
-    entries = credit(forest, name)
+    entries = credit(forest, name).entries
     sound(entries)
     assert {entry.call for entry in entries if any(entry.weights)} >= {"q/0#1", "q/1#1", "q/2#1"} or name == "mhgpo_is"
     assert weight(entries) > 0
@@ -83,7 +79,7 @@ def test_a_rollout_that_failed_before_its_first_call_has_no_entry(name, reward):
     forest = grown(*rows)
     unborn = replace(forest.rollouts[0], id="q/x", leaf=None, reward=reward, error="length" if reward == 0 else "tool")
     beside = replace(forest, rollouts=(*forest.rollouts, unborn))
-    found = credit(beside, name)
+    found = credit(beside, name).entries
     sound(found)
     assert {entry.call for entry in found} == set(forest.calls)
     places = {"mmgrpo": 3}.get(name, 2)  # mmGRPO pads its groups to the number of rollouts

@@ -84,24 +84,16 @@ def test_the_tiny_model_scales_every_algorithm_down():
 
 def test_a_sweep_isvalidated_whole_before_anything_runs():
     found = train_configs(read_line(["-m", "algo=mhgpo_fof,mhgpo_rr", "seed=1,2"]))
-    assert [(c.algo.name, c.seed) for c in found] == [
-        ("mhgpo_fof", 1),
-        ("mhgpo_fof", 2),
-        ("mhgpo_rr", 1),
-        ("mhgpo_rr", 2),
-    ]
+    assert [f"{c.algo.name} {c.seed}" for c in found] == ["mhgpo_fof 1", "mhgpo_fof 2", "mhgpo_rr 1", "mhgpo_rr 2"]
     assert refused("-m", "seed=1,x,y") == ["seed: got 'x', expected integer", "seed: got 'y', expected integer"]
 
 
 def test_the_users_conf_folder_overlays_the_shipped_one(tmp_path, monkeypatch):
     (tmp_path / "conf" / "algo").mkdir(parents=True)
     (tmp_path / "conf" / "model").mkdir()
-    (tmp_path / "conf" / "algo" / "mine.yaml").write_text(
-        "# @package _global_\nalgo: {name: mhgpo_rr, group_size: 7}\n"
-    )
-    (tmp_path / "conf" / "model" / "tiny.yaml").write_text(
-        "# @package _global_\nmodel: {name: tiny, path: tiny}\ntrain: {lr: 0.5}\n"
-    )
+    top = "# @package _global_\n"
+    (tmp_path / "conf/algo/mine.yaml").write_text(f"{top}algo: {{name: mhgpo_rr, group_size: 7}}\n")
+    (tmp_path / "conf/model/tiny.yaml").write_text(f"{top}model: {{name: tiny, path: tiny}}\ntrain: {{lr: 0.5}}\n")
     monkeypatch.chdir(tmp_path)
     assert "mine" in options("algo")
     config = configured(["algo=mine"])

@@ -1,7 +1,7 @@
 import pytest
 import yaml
 
-from mmrl.cli import main
+from mmrl.cli import configs, main
 from mmrl.cli.overrides import expand, read_line
 from mmrl.errors import ConfigError
 from mmrl.report.rundir import RunDir
@@ -12,9 +12,8 @@ def plays(score):
 
     def train(config, command):
         with RunDir.create(config.run.dir, config.model_dump(mode="json"), command) as run:
-            run.write_summary(
-                {"main_metric": "f1", "comparison": {"f1": {"before": 0.1, "after": score(config)}}, "split": "dev"}
-            )
+            compared = {"f1": {"before": 0.1, "after": score(config)}}
+            run.write_summary({"main_metric": "f1", "comparison": compared, "split": "dev"})
         return 0
 
     return train
@@ -35,10 +34,7 @@ def quick(monkeypatch, tmp_path):
 
 def test_a_sweep_gives_its_sweeper_the_main_metric_and_prints_its_runs_side_by_side(quick, tmp_path, capsys):
     quick.setattr("mmrl.sets.sweep.begin", plays(lambda config: config.train.lr))
-    given = []
-    from mmrl.cli import configs
-
-    through = configs.swept
+    given, through = [], configs.swept
 
     def watched(line, job):
         through(line, lambda build: given.append(job(build)) or given[-1])
@@ -86,10 +82,8 @@ def test_a_search_in_which_every_trial_fails_says_so_and_is_no_traceback(optuna,
 
 def test_what_a_search_may_try_is_validated_before_it_starts(quick, capsys):
     line = read_line(["-m", "hydra/sweeper=optuna", "train.lr=interval(0,1)", "seed=1"])
-    assert [[word for word in job if "lr" in word] for job in expand(line, [])] == [
-        ["++train.lr=0.0"],
-        ["++train.lr=1.0"],
-    ]
+    lows_and_highs = [word for job in expand(line, []) for word in job if "lr" in word]
+    assert lows_and_highs == ["++train.lr=0.0", "++train.lr=1.0"]
     line = read_line(["-m", "hydra/sweeper=optuna", "seed=range(1,4)", "train.lr=0.1"])
     assert [job[1] for job in expand(line, [])] == ["++seed=1", "++seed=3"]
     # a list that is not searched is still every job of the grid

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from tests.helpers import TOP
 
@@ -37,12 +38,26 @@ def terminates() -> Iterator[None]:
         signal.signal(signal.SIGPROF, before)
 
 
+def started(*words: str, **options: Any) -> subprocess.Popen[str]:
+    """`mmrl WORDS` in a process of its own."""
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environment = {**os.environ, "PYTHONPATH": str(TOP)}  # of now: a fixture may have set something
+    return subprocess.Popen([sys.executable, "-m", "mmrl", *words], env=environment, **{**streams, **options})
+
+
+def until(ready: Callable[[], object], process: subprocess.Popen[str] | None = None) -> None:
+    """Wait; fails after minutes, and where the process has ended first."""
+    limit = time.monotonic() + 300
+    while not ready():
+        assert time.monotonic() < limit
+        assert process is None or process.poll() is None, process.communicate()
+        time.sleep(0.02)
+
+
 def killed_when(ready: Callable[[], object], *words: str) -> None:
-    """Run `mmrl WORDS` in a process, which is killed as soon as `ready`, before its end."""
-    process = subprocess.Popen([sys.executable, "-m", "mmrl", *words], env={**os.environ, "PYTHONPATH": str(TOP)})
-    while process.poll() is None and not ready():
-        time.sleep(0.01)
-    assert process.poll() is None, "it was killed before its end"
+    """Run `mmrl WORDS`, and kill it as soon as `ready`, before its end."""
+    process = started(*words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    until(ready, process)
     process.kill()
     process.wait()
 

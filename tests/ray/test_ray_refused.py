@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +15,27 @@ from mmrl.system import ray_cluster
 pytestmark = pytest.mark.ray
 
 
-def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], *words: str, run: str = "") -> str:
-    folder = run or str(tmp_path / "run")
-    assert main(["train", "hardware=ray", *words, f"run.dir={folder}"]) == 2
-    err = capsys.readouterr().err
-    assert "Traceback" not in err and not (tmp_path / "run").exists() and not list(tmp_path.glob(".mmrl-*"))
-    return err.strip()
+@pytest.fixture
+def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What is said of a run that is refused, of which nothing may be left."""
+
+    def said(*words: str, run: str = "") -> str:
+        assert main(["train", "hardware=ray", *words, f"run.dir={run or tmp_path / 'run'}"]) == 2
+        err = capsys.readouterr().err
+        assert "Traceback" not in err and not (tmp_path / "run").exists() and not list(tmp_path.glob(".mmrl-*"))
+        return err.strip()
+
+    return said
 
 
-def test_no_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_cluster(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-    assert f"hardware.ray.address: got {address}, expected HOST:PORT of a Ray cluster" in refused(
-        tmp_path, capsys, f"hardware.ray.address={address}"
-    )
+    err = refused(f"hardware.ray.address={address}")
+    assert f"hardware.ray.address: got {address}, expected HOST:PORT of a Ray cluster" in err
     monkeypatch.setenv("RAY_ADDRESS", address)
-    assert f"hardware.ray.address: got {address}" in refused(tmp_path, capsys)
+    assert f"hardware.ray.address: got {address}" in refused()
 
 
 @pytest.mark.parametrize(
@@ -47,39 +52,32 @@ def test_no_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypa
     ],
 )
 def test_too_small(
-    connected: Any,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    words: list[str],
-    said: str,
+    connected: Any, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
 ) -> None:
     monkeypatch.setattr("mmrl.engines.vllm.command._has_vllm", lambda python: True)
-    err = refused(tmp_path, capsys, *words)
+    err = refused(*words)
     assert said in err and len(err.splitlines()) == 1
 
 
 def test_a_folder_of_this_machine_alone(
-    connected: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    connected: Any, refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     # Every process has another folder there.
-    err = refused(tmp_path, capsys, run="/proc/self/cwd/run")
+    err = refused(run="/proc/self/cwd/run")
     assert err.count("expected a folder that all nodes share") == 2
 
 
-def test_nodes_with_another_mmrl(
-    connected: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nodes_with_another_mmrl(connected: Any, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_cluster, "__version__", "9.9")
-    assert refused(tmp_path, capsys).count("has mmrl 0.1.0, expected 9.9, as here") == 2
+    assert refused().count("has mmrl 0.1.0, expected 9.9, as here") == 2
 
 
 def test_a_cluster_of_another_python(
-    connected: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    connected: Any, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import ray
 
     ray.shutdown()
     monkeypatch.setattr("ray._private.utils.compute_version_info", lambda: (ray.__version__, "3.9.0"))
-    assert "Version mismatch" in refused(tmp_path, capsys)
+    assert "Version mismatch" in refused()

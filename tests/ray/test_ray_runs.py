@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -21,9 +20,9 @@ from mmrl.report.rundir import RunDir
 from mmrl.system.conf import later_wins
 from scripts.chaos.compare import comparable, differences
 from tests.helpers.fake_vllm import fake_vllm
+from tests.helpers.watch import started, until
 
 pytestmark = pytest.mark.ray
-ROOT = Path(__file__).parents[2]
 SMALL = ["algo=mhgpo_rr", "train.steps=4", "train.batch_size=4", "train.save_every=1", "train.keep=9", "eval.items=6"]
 SMALL += ["eval.every=0", "hardware.threads=1", "algo.beta=0.001"]
 NODES = ["hardware=ray", "hardware.processes=1", "hardware.nodes=2"]
@@ -36,17 +35,7 @@ def start(two_nodes: Any, tmp_path: Path) -> Iterator[Callable[..., subprocess.P
 
     def begin(folder: str, *words: str) -> subprocess.Popen[str]:
         (tmp_path / folder).mkdir(exist_ok=True)
-        command = [sys.executable, "-m", "mmrl", "train", *later_wins(words)]
-        running.append(
-            subprocess.Popen(
-                command,
-                cwd=tmp_path / folder,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
+        running.append(started("train", *later_wins(words), cwd=tmp_path / folder))
         return running[-1]
 
     yield begin
@@ -83,14 +72,6 @@ def nothing_left(cluster: Any) -> None:
         assert {group["state"] for group in groups} <= {"REMOVED"}
     finally:
         ray.shutdown()
-
-
-def until(ready: Callable[[], object], process: subprocess.Popen[str] | None = None) -> None:
-    limit = time.monotonic() + 240
-    while not ready():
-        assert time.monotonic() < limit
-        assert process is None or process.poll() is None, process.communicate()
-        time.sleep(0.05)
 
 
 def finished(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:

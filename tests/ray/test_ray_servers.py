@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from mmrl.errors import EngineFailure
 from tests.engines.test_fleet import ask
 from tests.engines.test_server import TINY, engine_of
 from tests.helpers.fake_vllm import adapter_in, fake_vllm
+from tests.helpers.watch import until
 
 pytestmark = pytest.mark.ray
 
@@ -41,13 +41,6 @@ def servers_of(tmp_path: Path) -> dict[int, psutil.Process]:
 
 async def rounds(engine: VllmServerEngine) -> list[Completion]:
     return [made for _ in range(6) for made in await ask(engine, sessions=8)]
-
-
-def until(ready: Any) -> None:
-    limit = time.monotonic() + 60
-    while not ready():
-        assert time.monotonic() < limit
-        time.sleep(0.1)
 
 
 @pytest.mark.parametrize("victim", ["server", "actor", "node"])

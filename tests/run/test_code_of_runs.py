@@ -165,11 +165,7 @@ def test_a_users_modules_lie_in_the_current_folder(written, random_model, said_i
     ("program", "says"),
     [
         ("mine:Answerr", "task.program: 'mine' has no 'Answerr'; did you mean 'Answerer'?"),
-        (
-            "mime:Answerer",
-            "task.program: cannot import 'mime': ModuleNotFoundError: No module named 'mime'; it is neither installed "
-            "nor in {folder}; did you mean 'mine'?",
-        ),
+        ("mime:Answerer", "No module named 'mime'; it is neither installed nor in {folder}; did you mean 'mine'?"),
     ],
 )
 def test_a_wrong_name_gets_the_near_one(written, random_model, said_in, program, says):

@@ -76,7 +76,5 @@ def test_a_step_that_was_trained_otherwise_is_named(run, tmp_path, capsys):
     assert main(["credit", f"run={changed}"]) == 1
     shown = capsys.readouterr()
     assert "1 of 2 steps" in shown.out
-    assert (
-        shown.err.startswith(f"error: {changed}: step 8: 1 of {len(entries)} entries differ")
-        and shown.err.count("error") == 1
-    )
+    assert shown.err.startswith(f"error: {changed}: step 8: 1 of {len(entries)} entries differ")
+    assert shown.err.count("error") == 1

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -28,7 +27,7 @@ from scripts.chaos.compare import comparable
 from tests.helpers import TOP
 from tests.helpers.forests import Grow
 from tests.helpers.runs import change_config, command
-from tests.helpers.watch import running
+from tests.helpers.watch import running, started, until
 
 SMALL = (
     "train.steps=2",
@@ -254,14 +253,6 @@ from mmrl.run import launch
 sys.executable = sys.argv[1]
 sys.exit(launch.start({}, HardwareConfig(name="two", device="cpu", processes=2), "run"))
 """
-ENV = {**os.environ, "PYTHONPATH": str(TOP)}
-
-
-def wait_until(ready, process):
-    deadline = time.monotonic() + 300
-    while not ready():
-        assert time.monotonic() < deadline and process.poll() is None, process.communicate()[1]
-        time.sleep(0.05)
 
 
 def workers_of(folder, script):
@@ -269,8 +260,9 @@ def workers_of(folder, script):
     worker, pids = folder / "worker", folder / "pids"
     worker.write_text(script.replace("PIDS", str(pids)))
     worker.chmod(0o755)
-    process = subprocess.Popen([sys.executable, "-c", STARTER, str(worker)], env=ENV, start_new_session=True)
-    wait_until(lambda: pids.exists() and len(pids.read_text().split()) == 2, process)
+    variables = {**os.environ, "PYTHONPATH": str(TOP)}
+    process = subprocess.Popen([sys.executable, "-c", STARTER, str(worker)], env=variables, start_new_session=True)
+    until(lambda: pids.exists() and len(pids.read_text().split()) == 2, process)
     return process, [int(pid) for pid in pids.read_text().split()]
 
 
@@ -279,26 +271,11 @@ def test_processes_end_when_who_started_them_is_killed_outright(tmp_path):
     process, left = workers_of(tmp_path, "#!/bin/sh\necho $$ >> PIDS\nexec sleep 600\n")
     process.kill()
     process.wait()
-    deadline = time.monotonic() + 60
     try:
-        while any(running(pid) for pid in left) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not any(running(pid) for pid in left)
+        until(lambda: not any(map(running, left)))
     finally:
         for pid in filter(running, left):
             os.kill(pid, signal.SIGKILL)
-
-
-def started(*words):
-    """A command in processes of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "mmrl", *words],
-        env=ENV,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
 
 
 def assert_numbers_of_one(two, *words):
@@ -320,7 +297,7 @@ def test_two_processes_that_are_terminated_save_and_have_the_numbers_of_one(tmp_
     words = ["task=tool_agent", "algo=ppo", "algo.critic_warmup_steps=0", "train.schedule=constant"]
     words += ["train.warmup_steps=0", "train.save_every=100"]
     process = started("train", *later_wins([*SMALL, *words, "train.steps=50", "hardware=cpu2", f"run.dir={run}"]))
-    wait_until(lambda: (run / "metrics.jsonl").exists() and len(RunDir.read(run).history()) > 2, process)
+    until(lambda: (run / "metrics.jsonl").exists() and len(RunDir.read(run).history()) > 2, process)
     process.terminate()
     out, err = process.communicate(timeout=120)
     assert process.returncode == 143, err
@@ -334,7 +311,7 @@ def test_two_processes_that_are_terminated_save_and_have_the_numbers_of_one(tmp_
 def test_a_killed_process_ends_the_run_and_it_continues_to_the_numbers_of_one(tmp_path, capsys):
     run, words = tmp_path / "two", ("algo=mhgpo_rr", "train.steps=3")
     process = started("train", *later_wins([*SMALL, *words, "hardware=cpu2", f"run.dir={run}"]))
-    wait_until((run / "checkpoints" / "checkpoint-1").is_dir, process)
+    until((run / "checkpoints" / "checkpoint-1").is_dir, process)
     workers = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout
     os.kill(int(workers.split()[1]), signal.SIGKILL)
     out, err = process.communicate(timeout=120)

@@ -6,7 +6,6 @@ import random
 import re
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
@@ -17,6 +16,7 @@ from mmrl.report.journal import read_step
 from mmrl.report.rundir import RunDir
 from mmrl.tasks.search_tool import SearchTool
 from tests.helpers.runs import EVAL, SMALL, command, numbers
+from tests.helpers.watch import started
 
 
 @pytest.mark.parametrize("algo", ["mhgpo_is", "mhgpo_fof", "mhgpo_rr", "mhgpo_fof_os"])
@@ -53,7 +53,7 @@ def test_killed_at_a_random_instant_and_resumed_a_run_gives_bit_equal_numbers(ra
     killed = tmp_path / "killed"
     arguments = command(random_model, killed, *steps)
     # only what is killed needs a process of its own
-    process = subprocess.Popen([sys.executable, "-m", "mmrl", *arguments], stdout=subprocess.DEVNULL)
+    process = started(*arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while process.poll() is None and not (killed / "metrics.jsonl").exists():
         time.sleep(0.02)
     time.sleep(random.Random(os.getpid()).random() * 1.5)

@@ -12,7 +12,7 @@ import pytest
 from mmrl.cli import main
 from mmrl.errors import Stopped
 from mmrl.stages.collect import Collector
-from mmrl.system.stop import quiet_loops, stoppable
+from mmrl.system.stop import stoppable
 from mmrl.trainer.trl_trainer import MmrlTrainer
 from tests.helpers.runs import command, numbers
 from tests.run.test_processes import workers_of
@@ -82,12 +82,6 @@ def test_a_signal_that_comes_while_a_destructor_runs_is_not_lost(number, raised,
             time.sleep(5)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert not capsys.readouterr().err
-
-
-def test_a_loop_that_was_never_whole_goes_without_a_word(capsys):
-    with quiet_loops():
-        asyncio.SelectorEventLoop.__new__(asyncio.SelectorEventLoop)
     assert not capsys.readouterr().err
 
 
