@@ -19,7 +19,7 @@ from mmrl.algorithms import assign_credit, minibatches
 from mmrl.algorithms import problems as check
 from mmrl.config import AlgoConfig, TrainCommandConfig
 from mmrl.credit.entries import Credit, Entry
-from mmrl.errors import ConfigError, DataError, refuse
+from mmrl.errors import ConfigError, DataError, gathered, refuse
 from mmrl.records import Forest
 from mmrl.report.forest import VERSION, check_forest
 from mmrl.report.journal import fields_of, load_rollouts, read_step
@@ -161,10 +161,9 @@ def credit_all(
     credits = []
     for algo in algos:
         split = minibatches(forest.examples, algo.minibatches)
-        try:
+        # What one of several algorithms lacks is reported with its name.
+        with gathered(problems, f"algo={algo.name}: "):
             credits.append(assign_credit(forest, algo, seed, split, source.frozen))
-        except DataError as error:  # what one of several algorithms lacks is reported with its name
-            problems += [f"algo={algo.name}: {problem}" for problem in error.problems]
     if problems:
         raise DataError(problems)
     return credits

@@ -10,7 +10,7 @@ import pytest
 
 from mmrl.algorithms import ALGORITHMS
 from mmrl.errors import DataError
-from tests.helpers.forests import Grow, credit
+from tests.helpers.forests import Grow, credit, total_weight
 
 EVERY = sorted(ALGORITHMS)
 
@@ -18,32 +18,22 @@ EVERY = sorted(ALGORITHMS)
 def grown(*rows, modules=("a", "b")):
     """One rollout per row: (example, modules called, reward); calls have what critics need."""
     grow = Grow(modules)
+    estimates = {"values": (0.0, 0.0), "logprobs": (-1.0, -1.0), "ref_logprobs": (-1.0, -1.0)}
     for number, (example, called, reward) in enumerate(rows):
         parent = None
         for position, module in enumerate(called):
-            parent = grow.call(
-                f"{example}/{number}#{position}",
-                parent,
-                module,
-                2,
-                turn_reward=0.1 if position < len(called) - 1 else None,
-                values=(0.0,) * 2,
-                logprobs=(-1.0,) * 2,
-                ref_logprobs=(-1.0,) * 2,
-            )
+            turn_reward = 0.1 if position < len(called) - 1 else None
+            name = f"{example}/{number}#{position}"
+            parent = grow.call(name, parent, module, 2, turn_reward=turn_reward, **estimates)
         error = None if reward is not None else "tool"
         grow.end(parent, reward, id=f"{example}/{number}", example=example, error=error, fork="a")
     return grow.forest
 
 
-def weight(entries):
-    return math.fsum(w for entry in entries for w in entry.weights)
-
-
-def sound(entries):
-    for entry in entries:
+def sound(found):
+    for entry in found.entries:
         assert all(map(math.isfinite, (*entry.advantages, *entry.weights, entry.reward)))
-    assert weight(entries) <= 1 + 1e-9
+    assert total_weight(found) <= 1 + 1e-9
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -66,10 +56,11 @@ def test_a_module_that_is_never_called_changes_nothing(name):
 @pytest.mark.parametrize("name", EVERY)
 def test_ragged_invocations_are_credited(name):
     forest = grown(("q", "abb", 1.0), ("q", "ab", 0.0), ("q", "abbb", 0.5))
-    entries = credit(forest, name).entries
-    sound(entries)
-    assert {entry.call for entry in entries if any(entry.weights)} >= {"q/0#1", "q/1#1", "q/2#1"} or name == "mhgpo_is"
-    assert weight(entries) > 0
+    found = credit(forest, name)
+    sound(found)
+    weighed = {entry.call for entry in found.entries if any(entry.weights)}
+    assert weighed >= {"q/0#1", "q/1#1", "q/2#1"} or name == "mhgpo_is"
+    assert total_weight(found) > 0
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -79,8 +70,8 @@ def test_a_rollout_that_failed_before_its_first_call_has_no_entry(name, reward):
     forest = grown(*rows)
     unborn = replace(forest.rollouts[0], id="q/x", leaf=None, reward=reward, error="length" if reward == 0 else "tool")
     beside = replace(forest, rollouts=(*forest.rollouts, unborn))
-    found = credit(beside, name).entries
+    found = credit(beside, name)
     sound(found)
-    assert {entry.call for entry in found} == set(forest.calls)
+    assert {entry.call for entry in found.entries} == set(forest.calls)
     places = {"mmgrpo": 3}.get(name, 2)  # mmGRPO pads its groups to the number of rollouts
-    assert len([entry for entry in found if entry.call.endswith("#0")]) == places
+    assert len([entry for entry in found.entries if entry.call.endswith("#0")]) == places

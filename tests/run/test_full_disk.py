@@ -66,10 +66,7 @@ FULL = "No space left on device; free some space"
     ("error", "says"),
     [
         (RuntimeError("[enforce fail at inline_container.cc:664] . PytorchStreamWriter failed writing file 3"), FULL),
-        (
-            RuntimeError("[…] . open file failed with strerror: Read-only file system"),
-            "Read-only file system; see that",
-        ),
+        (RuntimeError("open file failed with strerror: Read-only file system"), "Read-only file system; see that a"),
         (SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"), FULL),
         (Exception("No space left on device (os error 28)"), FULL),  # tokenizers
         (OSError(errno.ENOSPC, "No space left on device"), FULL),

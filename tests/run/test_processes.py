@@ -176,42 +176,34 @@ def test_profiles_that_cannot_work_are_refused(values, engine, more, expected):
 
 
 @pytest.mark.parametrize(
-    ("missing", "words", "said"),
+    ("missing", "line", "said"),
     [
         *(
             (
-                ["deepspeed"],
-                ["hardware=h100x8", f"hardware.sharding={stage}", "engine.urls=[http://127.0.0.1:1]"],
+                "deepspeed",
+                f"hardware=h100x8 hardware.sharding={stage} engine.urls=[http://127.0.0.1:1]",
                 [f"sharding: got {stage}, which needs DeepSpeed", "'mmrl[deepspeed]'", "hardware.sharding=fsdp2"],
             )
             for stage in ("zero2", "zero3")
         ),
         # both at once, the second of the profile's own engine
-        (
-            ["deepspeed", "vllm"],
-            ["hardware=h100x8", "hardware.sharding=zero2"],
-            ["needs DeepSpeed", "server needs vLLM"],
-        ),
-        (["ray"], ["hardware=ray"], ["hardware.ray: profile 'ray' needs Ray, which"]),
+        ("deepspeed vllm", "hardware=h100x8 hardware.sharding=zero2", ["needs DeepSpeed", "server needs vLLM"]),
+        ("ray", "hardware=ray", ["hardware.ray: profile 'ray' needs Ray, which"]),
         # numbers of processes that would change
-        (["ray"], ["hardware=ray", "hardware.processes=[1,4]"], ["processes: got [1,4], expected integer"]),
-        (["ray"], ["hardware=ray", "hardware.nodes=1-4"], ["hardware.nodes: got '1-4', expected integer"]),
-        (["ray"], ["hardware=ray", "hardware.ray.address=ray://head:1"], ["address: got 'ray://head:1', expected"]),
-        (
-            ["ray"],
-            ["hardware=ray", "algo=sft", "hardware.processes=1"],
-            ["hardware.ray: has no effect with algo=sft, which trains in one"],
-        ),
-        ([], ["hardware=cpu2", "hardware.nodes=2"], ["torchrun --nnodes 2 --nproc-per-node 2"]),
+        ("ray", "hardware=ray hardware.processes=[1,4]", ["processes: got [1,4], expected integer"]),
+        ("ray", "hardware=ray hardware.nodes=1-4", ["hardware.nodes: got '1-4', expected integer"]),
+        ("ray", "hardware=ray hardware.ray.address=ray://head:1", ["address: got 'ray://head:1', expected"]),
+        ("ray", "hardware=ray algo=sft hardware.processes=1", ["hardware.ray: has no effect with algo=sft"]),
+        ("", "hardware=cpu2 hardware.nodes=2", ["torchrun --nnodes 2 --nproc-per-node 2"]),
     ],
 )
 def test_a_profile_that_cannot_run_here_is_refused_before_anything_loads(
-    missing, words, said, monkeypatch, capsys, tmp_path
+    missing, line, said, monkeypatch, capsys, tmp_path
 ):
     find = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in missing else find(name))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in missing.split() else find(name))
     monkeypatch.setattr("mmrl.models.load.load_model", None)
-    assert main(["train", *words, f"run.dir={tmp_path / 'run'}"]) == 2
+    assert main(["train", *line.split(), f"run.dir={tmp_path / 'run'}"]) == 2
     shown = capsys.readouterr().err
     assert all(text in shown for text in said) and "Traceback" not in shown, shown
     assert not (tmp_path / "run").exists()
