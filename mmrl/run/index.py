@@ -36,8 +36,6 @@ from mmrl.system.files import user_path
 from mmrl.system.replies import one_line
 from mmrl.tasks.data.corpus import Corpus
 
-KEY = "index"
-
 
 def build(arguments: BuildIndexArguments) -> int:
     """Run `mmrl index build`."""
@@ -77,7 +75,7 @@ def build(arguments: BuildIndexArguments) -> int:
 
 def info(arguments: IndexInfoArguments) -> int:
     """Run `mmrl index info`."""
-    facts = asdict(read_info(user_path(arguments.index), KEY))
+    facts = asdict(read_info(user_path(arguments.index), "index"))
     facts["files"] = decimal(sum(int(size) for size, _ in facts["files"].values()))
     print(facts_table(facts, indent=""))
     return 0
@@ -125,13 +123,13 @@ def _spec_text(spec: IndexSpec) -> str:
 def _opened(arguments: IndexArguments) -> tuple[IndexInfo, Retriever, PassageStore]:
     """Open an index folder: its info, retriever and passages."""
     folder = user_path(arguments.index)
-    facts = read_info(folder, KEY)
-    if problems := index_problems(KEY, facts):
+    facts = read_info(folder, "index")
+    if problems := index_problems("index", facts):
         raise DataError(problems)
     try:
         passages = PassageStore(folder)
         settings = arguments.model_dump(include={"device", "batch_size"})
         retriever = open_index(folder, facts, passages, **settings)
     except (OSError, ValueError, RuntimeError) as error:
-        raise DataError(f"{KEY}: cannot open {folder}: {error}") from None
+        raise DataError(f"index: cannot open {folder}: {error}") from None
     return facts, retriever, passages

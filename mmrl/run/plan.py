@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 from pydantic import Field
 
@@ -99,7 +99,7 @@ def planned(config: StageConfig, request: PlanArguments, *, as_json: bool) -> st
                 plan = make_plan(cast("TrainCommandConfig", stage), request)
                 text, facts = plan.text(), json.loads(plan.as_json())
             else:
-                facts = COUNTED[stage.kind.name](stage)
+                facts = _counted(cast("SftCommandConfig | PromptCommandConfig", stage))
                 counts = ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in facts.items())
                 text = f"{stage.algo.name} on {stage.task.name} with {stage.model.path}: {counts}"
             texts.append(f"stage {number}: {text}")
@@ -108,13 +108,12 @@ def planned(config: StageConfig, request: PlanArguments, *, as_json: bool) -> st
     return json.dumps({"version": 1, "stages": objects}, indent=1) if as_json else "\n\n".join(texts)
 
 
-def _count_sft(config: SftCommandConfig) -> dict[str, int]:
-    refuse(sft_problems(config, build_task(config.task, config.seed)))
-    return {"steps": config.train.steps, "sequences": config.train.steps * config.train.batch_size}
-
-
-def _count_prompts(config: PromptCommandConfig) -> dict[str, int]:
+def _counted(config: SftCommandConfig | PromptCommandConfig) -> dict[str, int]:
+    """Count what a stage without credit does."""
     task = build_task(config.task, config.seed)
+    if isinstance(config, SftCommandConfig):
+        refuse(sft_problems(config, task))
+        return {"steps": config.train.steps, "sequences": config.train.steps * config.train.batch_size}
     refuse(prompt_problems(config, task))
     train, validation = map(len, split(config.algo, task.examples("train"), config.seed))
     counts = {"train_examples": train, "validation_examples": validation}
@@ -123,10 +122,6 @@ def _count_prompts(config: PromptCommandConfig) -> dict[str, int]:
         # An upper bound: rollouts of a candidate that was tried before come from the store.
         counts |= {"trials": trials, "rollouts_at_most": trials * validation + train}
     return counts
-
-
-COUNTED: Mapping[str, Callable[[Any], dict[str, int]]] = {"sft": _count_sft, "prompts": _count_prompts}
-"""Kind of a stage (`config.schema.Kind`) without credit -> what it does."""
 
 
 def make_plan(config: TrainCommandConfig, request: PlanArguments) -> Plan:

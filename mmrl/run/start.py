@@ -16,7 +16,6 @@ from mmrl.models.policy import (
     Policy,
     checkpoint_step,
     kept_mark,
-    newest_checkpoint,
     prompts_of,
     require_undamaged,
     resolve,
@@ -138,7 +137,7 @@ def config_from_run(config: ConfigT, run: Path) -> ConfigT:
     """
     policy = policy_of_run(run, undamaged=True)
     prompts = policy.prompts
-    path = policy.base if policy.adapter is None else _merged(run, config)
+    path = policy.base if policy.adapter is None else _merged(policy.base, Path(policy.adapter), config)
     changed: dict[str, object] = {"start": _start_of(run, str(run))}
     if path != config.model.path:
         changed["model"] = config.model.model_copy(update={"path": path, "revision": None})
@@ -168,22 +167,20 @@ def config_of_resumed(config: ConfigT, folder: Path) -> ConfigT:
     )
 
 
-def _merged(run: Path, config: ConfigT) -> str:
-    """Merge a run's adapter into its weights: the next training gets an adapter of its own.
+def _merged(base: str, checkpoint: Path, config: ConfigT) -> str:
+    """Merge the adapter of a checkpoint into its weights: the next training gets an adapter of its own.
 
     So the reference of a KL term is the policy that the run starts from.
     """
     from mmrl.models.save import write_merged, write_tokenizer
 
-    checkpoint = run if checkpoint_step(run) is not None else newest_checkpoint(run)
-    assert checkpoint is not None
     target = checkpoint.parent.parent / "merged" / checkpoint.name
     target.parent.mkdir(exist_ok=True)
     if not (target / "config.json").is_file():
         # Several runs may merge these weights at the same time; the first result stays.
         try:
             with atomic_dir(target) as folder:
-                write_merged(resolve(str(run)).base, checkpoint, config.model, folder)
+                write_merged(base, checkpoint, config.model, folder)
                 write_tokenizer(checkpoint, [folder])
         except OSError:
             if not (target / "config.json").is_file():
