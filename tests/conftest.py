@@ -103,6 +103,21 @@ def random_model(tmp_path_factory) -> str:
 
 
 @pytest.fixture
+def errors_of(capsys):
+    """What a command that ends with exit code 2 has printed on stderr."""
+    from mmrl.cli import main
+
+    def errors(*words):
+        capsys.readouterr()
+        assert main([*words]) == 2
+        printed = capsys.readouterr().err
+        assert "error: " in printed and "Traceback" not in printed
+        return printed
+
+    return errors
+
+
+@pytest.fixture
 def quick_retries(monkeypatch):
     """The client of retrieval servers tries again without a pause that a test would have to wait for."""
     monkeypatch.setattr("mmrl.retrieval.remote.WAITS_S", (0.001, 0.002))

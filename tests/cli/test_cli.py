@@ -43,7 +43,9 @@ def test_a_job_that_a_launcher_lost_is_counted_as_not_finished(monkeypatch, tmp_
     assert not list((tmp_path / "outputs").glob(".sweep-*")) and not list(tmp_path.rglob("*_s1"))
 
 
-def test_a_sweep_with_folders_of_its_own_keeps_what_is_finished_and_continues_the_rest(monkeypatch, tmp_path, capsys):
+def test_a_sweep_with_folders_of_its_own_keeps_what_is_finished_and_continues_the_rest(
+    monkeypatch, tmp_path, capsys, errors_of
+):
     monkeypatch.chdir(tmp_path)
     words = ["train", "-m", "seed=0,1,2", "train.steps=2", "run.dir=runs/s${seed}"]
     for seed in (0, 1):
@@ -58,8 +60,7 @@ def test_a_sweep_with_folders_of_its_own_keeps_what_is_finished_and_continues_th
     assert main(words) == 0
     assert done == [("resume", "runs/s1"), ("train", "runs/s2")]
     assert "finished before, kept: runs/s0" in capsys.readouterr().out
-    assert main([word.replace("steps=2", "steps=3") for word in words]) == 2
-    errors = capsys.readouterr().err.splitlines()
+    errors = errors_of(*(word.replace("steps=2", "steps=3") for word in words)).splitlines()
     assert len(errors) == 2 and len(done) == 2
     assert errors[0].startswith("error: run.dir: runs/s0 holds a run with other settings: train.steps=2 (requested: 3)")
 

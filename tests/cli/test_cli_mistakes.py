@@ -232,12 +232,11 @@ def test_what_a_package_prints_is_no_part_of_the_json(tmp_path, monkeypatch, cap
         ),
     ],
 )
-def test_what_cannot_be_resumed_is_left_as_it_is(command, config, says, tmp_path, capsys):
+def test_what_cannot_be_resumed_is_left_as_it_is(command, config, says, tmp_path, errors_of):
     run = tmp_path / "run"
     (run / "journal").mkdir(parents=True)
     (run / "config.yaml").write_text(config)
-    assert main([command, f"resume={run}"]) == 2
-    lines = capsys.readouterr().err.splitlines()
+    lines = errors_of(command, f"resume={run}").splitlines()
     assert says in "\n".join(lines)
     assert all(line.startswith("error: ") for line in lines)
     assert sorted(path.name for path in run.iterdir()) == ["config.yaml", "journal"]
@@ -252,13 +251,12 @@ def test_a_folder_of_runs_that_cannot_be_made_is_named(tmp_path):
         allocate(tmp_path / "outputs" / "hotpotqa", "x")
 
 
-def test_a_current_folder_that_is_gone_is_named(tmp_path, monkeypatch, capsys):
+def test_a_current_folder_that_is_gone_is_named(tmp_path, monkeypatch, errors_of):
     folder = tmp_path / "gone"
     folder.mkdir()
     monkeypatch.chdir(folder)
     folder.rmdir()
-    assert main(["--help"]) == 2
-    assert capsys.readouterr().err == "error: the current folder has been deleted: change to another one\n"
+    assert errors_of("--help") == "error: the current folder has been deleted: change to another one\n"
 
 
 def test_an_interrupt_within_the_composition_is_one(monkeypatch, capsys):

@@ -3,13 +3,11 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from mmrl.cli import main
-
-TOP = Path(__file__).parents[2]
+from tests.helpers import TOP
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +54,10 @@ def test_the_next_commands_are_printed(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("taken", ["route/mine.txt", "conf/task/route.yaml"])
-def test_nothing_is_overwritten(taken, tmp_path, monkeypatch, capsys):
+def test_nothing_is_overwritten(taken, tmp_path, monkeypatch, errors_of):
     monkeypatch.chdir(tmp_path)
     (tmp_path / taken).parent.mkdir(parents=True)
     (tmp_path / taken).write_text("mine")
     before = sorted(tmp_path.rglob("*"))
-    assert main(["new-task", "route"]) == 2
-    assert "exists, and nothing is overwritten" in capsys.readouterr().err
+    assert "exists, and nothing is overwritten" in errors_of("new-task", "route")
     assert sorted(tmp_path.rglob("*")) == before and (tmp_path / taken).read_text() == "mine"

@@ -36,12 +36,11 @@ def test_the_documented_task_trains_from_the_users_own_folder(tmp_path, random_m
         ("import sys\nsys.exit(0)\n", ["SystemExit", "line 2"]),
     ],
 )
-def test_a_plugin_that_cannot_be_imported_is_a_config_error_with_its_line(code, said, tmp_path, monkeypatch, capsys):
+def test_a_plugin_that_cannot_be_imported_is_a_config_error_with_its_line(code, said, tmp_path, monkeypatch, errors_of):
     monkeypatch.chdir(tmp_path)
     if code is not None:
         (tmp_path / "broken_plugin.py").write_text(code)
-    assert main(["train", "plugins=[broken_plugin]"]) == 2
-    printed = capsys.readouterr().err
+    printed = errors_of("train", "plugins=[broken_plugin]")
     assert all(part in printed for part in ["error: plugins: cannot import 'broken_plugin': ", *said]), printed
 
 

@@ -87,10 +87,9 @@ def test_a_printed_config_has_no_secret(capfd):
     assert "${oc.env:MINE}" in shown and "${oc.env:GATE}" in shown and not kept_by(shown)
 
 
-def test_a_key_that_a_shell_has_put_in_is_refused(monkeypatch, capsys):
+def test_a_key_that_a_shell_has_put_in_is_refused(monkeypatch, errors_of):
     monkeypatch.setenv("MY_API_KEY", KEY)
-    assert main(["train", f"run.name=x-{KEY}"]) == 2
-    said = capsys.readouterr().err
+    said = errors_of("train", f"run.name=x-{KEY}")
     assert said.startswith("error: run.name: holds the value of the environment variable MY_API_KEY")
     assert KEY not in said
 
@@ -104,14 +103,13 @@ PASTED = [
 
 
 @pytest.mark.parametrize(("key", "word"), PASTED)
-def test_the_key_of_a_service_is_refused_wherever_it_is_typed(key, word, capsys):
-    assert main(["train", word.format(key)]) == 2
-    said = capsys.readouterr().err
+def test_the_key_of_a_service_is_refused_wherever_it_is_typed(key, word, errors_of):
+    said = errors_of("train", word.format(key))
     assert said.startswith(f"error: {word.partition('=')[0]}: holds what looks like the key of a service")
     assert key not in said
 
 
-def test_a_secret_that_looks_like_none_is_not_repeated(capsys):
+def test_a_secret_that_looks_like_none_is_not_repeated(errors_of):
     """Neither as the name of a package nor in an address; and the advice names a key that there is."""
     words = {
         "plugins=[my-own-secret]": "plugins: got 1 that is none, expected names of packages",
@@ -122,11 +120,10 @@ def test_a_secret_that_looks_like_none_is_not_repeated(capsys):
         "api_key=my-own-secret": "api_key=${oc.env:NAME}, or of an endpoint key_env=NAME",
     }
     for word, expected in words.items():
-        assert main(["train", word]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
+        (line,) = errors_of("train", word).splitlines()
         assert expected in line and "my-own-secret" not in line, line
-    assert main(["train", "run.name=sk-learn-baseline", "model=hf", "model.path=me@home", "train.lr=x"]) == 2
-    assert capsys.readouterr().err == "error: train.lr: got 'x', expected number\n"
+    said = errors_of("train", "run.name=sk-learn-baseline", "model=hf", "model.path=me@home", "train.lr=x")
+    assert said == "error: train.lr: got 'x', expected number\n"
 
 
 def test_the_directory_of_a_training_run_has_references_and_a_resume_has_the_values(monkeypatch, tmp_path, capsys):

@@ -250,7 +250,7 @@ def test_a_table_wider_than_the_terminal_goes_on_below_with_its_calls(forest):
     assert narrow[-1] == "calls without an entry: q/2#0, q/2#1" and max(map(len, narrow)) <= 80
 
 
-def test_a_page_has_every_call_under_every_algorithm(forest, tmp_path, capsys):
+def test_a_page_has_every_call_under_every_algorithm(forest, tmp_path, errors_of):
     (tmp_path / "forest.json").write_text(json.dumps(dump_forest(forest)))
     line = ["credit", "algo=mhgpo_fof,grpo", f"rollouts={tmp_path / 'forest.json'}"]
     page, picture = tmp_path / "page.html", tmp_path / "page.svg"
@@ -263,6 +263,4 @@ def test_a_page_has_every_call_under_every_algorithm(forest, tmp_path, capsys):
         # Two rollouts with rewards 1 and 0, two calls each; the third failed from outside and has no entry.
         assert text.count(">+0.71<") == 4 and text.count(">-0.71<") == 4 and text.count(">·<") == 4
     assert "grpo: 4 entries" in page.read_text() and "q/0#0 → q/0#1" in page.read_text()
-    capsys.readouterr()
-    assert main([*line, f"page={page}"]) == 2
-    assert "page.html exists; name another file" in capsys.readouterr().err
+    assert "page.html exists; name another file" in errors_of(*line, f"page={page}")

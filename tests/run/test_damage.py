@@ -106,12 +106,11 @@ def test_a_run_continued_from_the_checkpoint_before_ends_as_the_whole_one(run, w
     assert contents(run) == contents(whole)
 
 
-def test_without_another_checkpoint_a_damaged_one_is_refused(run, capsys):
+def test_without_another_checkpoint_a_damaged_one_is_refused(run, errors_of):
     for step in (2, 3):
         flip(run / "checkpoints" / f"checkpoint-{step}" / "optimizer.pt")
     before = sorted(run.rglob("*"))
-    assert main(["train", f"resume={run}"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = errors_of("train", f"resume={run}").splitlines()
     assert "checkpoint-3/optimizer.pt has not the content that was written" in line
     assert "checkpoint-2/optimizer.pt" in line and "restore what is named from a copy, or delete" in line
     assert sorted(run.rglob("*")) == before
@@ -160,12 +159,11 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_a_file_that_no_checkpoint_agrees_with_is_refused(kind, run, capsys):
+def test_a_file_that_no_checkpoint_agrees_with_is_refused(kind, run, errors_of):
     name, damage = OTHERS[kind]
     damage(run / name)
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "environment.json"}
-    assert main(["train", f"resume={run}"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = errors_of("train", f"resume={run}").splitlines()
     assert f"{run / name} " in line and "restore what is named from a copy" in line
     after = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "environment.json"}
     assert after == before, "nothing is lost by being refused"
@@ -191,7 +189,7 @@ def test_an_evaluation_is_made_again_where_its_weights_are_there(step, damage, r
         assert contents(run) == contents(whole)
 
 
-def test_a_changed_config_is_refused_unless_it_says_where_the_run_runs(run, capsys):
+def test_a_changed_config_is_refused_unless_it_says_where_the_run_runs(run, capsys, errors_of):
     path = run / "config.yaml"
     change_config(run, run={"name": "another"})
     assert chosen(run) == "checkpoint-3" and not capsys.readouterr().err
@@ -199,21 +197,18 @@ def test_a_changed_config_is_refused_unless_it_says_where_the_run_runs(run, caps
     assert chosen(run) == "checkpoint-3"
     assert f"warning: {path}: since checkpoint-3: hardware.threads=2 (was 1)" in capsys.readouterr().err
     change_config(run, seed=7)
-    assert main(["train", f"resume={run}"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = errors_of("train", f"resume={run}").splitlines()
     origin = "the run was started with (environment.json)"
     assert f"{path}: is not the config that {origin}: seed=7 (was 0); put it back" in line
     # A run of an earlier version has no copy there.
     (run / "environment.json").unlink()
-    assert main(["train", f"resume={run}"]) == 2
-    assert f"{path}: is not the config that checkpoint-3 was made with: seed=7" in capsys.readouterr().err
+    assert f"{path}: is not the config that checkpoint-3 was made with: seed=7" in errors_of("train", f"resume={run}")
 
 
-def test_settings_that_the_rules_refuse_are_named_with_their_file(run, capsys):
+def test_settings_that_the_rules_refuse_are_named_with_their_file(run, errors_of):
     change_config(run, train={"warmup_steps": 7, "schedule": "constant"})
     (run / "environment.json").unlink()  # a run of an earlier version has no copy of its config there
-    assert main(["train", f"resume={run}"]) == 2
-    lines = capsys.readouterr().err.splitlines()
+    lines = errors_of("train", f"resume={run}").splitlines()
     assert lines and all(line.startswith(f"error: {run}/config.yaml: train.warmup_steps: got 7") for line in lines)
 
 
@@ -236,11 +231,10 @@ def test_garbage_in_a_file_of_the_run(name, data, code, run, capsys, monkeypatch
     assert "Traceback" not in shown and (not code or str(run / name) in shown)
 
 
-def test_folders_in_the_place_of_files(run, capsys):
+def test_folders_in_the_place_of_files(run, capsys, errors_of):
     (run / "run.lock").unlink()
     (run / "run.lock").mkdir()
-    assert main(["train", f"resume={run}"]) == 2
-    assert f"error: {run}/run.lock: is a folder, expected a file" in capsys.readouterr().err
+    assert f"error: {run}/run.lock: is a folder, expected a file" in errors_of("train", f"resume={run}")
     (run / "run.lock").rmdir()
     (run / "metrics.jsonl").unlink()
     (run / "metrics.jsonl").mkdir()
@@ -249,10 +243,10 @@ def test_folders_in_the_place_of_files(run, capsys):
     assert said in capsys.readouterr().err
 
 
-def test_a_damaged_checkpoint_is_not_evaluated(run, tmp_path, capsys):
+def test_a_damaged_checkpoint_is_not_evaluated(run, tmp_path, errors_of):
     flip(run / "checkpoints" / "checkpoint-3" / "model.safetensors")
-    assert main(["eval", f"policy={run}", f"run.dir={tmp_path / 'eval'}", "eval.items=2", "hardware=cpu"]) == 2
-    assert "checkpoint-3/model.safetensors has not the content that was written" in capsys.readouterr().err
+    said = errors_of("eval", f"policy={run}", f"run.dir={tmp_path / 'eval'}", "eval.items=2", "hardware=cpu")
+    assert "checkpoint-3/model.safetensors has not the content that was written" in said
 
 
 def test_a_damaged_older_checkpoint_is_named_and_the_newest_taken(run, capsys):

@@ -62,14 +62,6 @@ def exported(run: Path, out: Path, *words: str) -> Path:
     return out
 
 
-def refused(capsys: Any, run: Path, *words: str, code: int = 2) -> str:
-    capsys.readouterr()
-    assert main(["export", str(run), *words]) == code
-    error = str(capsys.readouterr().err)
-    assert error.startswith("error: ") and "Traceback" not in error
-    return error
-
-
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], list[str]]:
     """All that a policy says in a greedy evaluation; each policy is evaluated once."""
@@ -97,7 +89,7 @@ def test_an_export_says_what_its_run_says(
     assert said(out) == said(run) != said(Path(random_model))
 
 
-def test_names_of_weights_cannot_lead_out_of_the_folder(by_module: Path, tmp_path: Path, capsys: Any) -> None:
+def test_names_of_weights_cannot_lead_out_of_the_folder(by_module: Path, tmp_path: Path, errors_of: Any) -> None:
     run = shutil.copytree(by_module, tmp_path / "run")
     checkpoint = run / "checkpoints" / "checkpoint-2"
     shutil.copytree(checkpoint / "answerer", run / "outside")
@@ -105,7 +97,7 @@ def test_names_of_weights_cannot_lead_out_of_the_folder(by_module: Path, tmp_pat
     extra["modules"]["answerer"] = "../../outside"
     (checkpoint / EXTRA).write_text(json.dumps(extra))
     forge(checkpoint)
-    said = refused(capsys, run, f"out={tmp_path}/a/b/out", "form=adapter")
+    said = errors_of("export", str(run), f"out={tmp_path}/a/b/out", "form=adapter")
     assert "modules.answerer: got '../../outside', expected the name of a folder in the checkpoint" in said
     assert not (tmp_path / "a").exists()
 
@@ -142,27 +134,30 @@ def test_a_base_in_bfloat16_stays_in_bfloat16(
 
 
 def test_a_choice_that_the_run_does_not_have_is_named(
-    by_module: Path, shared: Path, full: Path, tmp_path: Path, capsys: Any
+    by_module: Path, full: Path, tmp_path: Path, errors_of: Any
 ) -> None:
     out = f"out={tmp_path / 'out'}"
-    assert "form: got adapter, and the run trained all parameters" in refused(capsys, full, out, "form=adapter")
-    assert "has no complete checkpoint of step 7 (there are: 1, 2)" in refused(capsys, by_module, out, "checkpoint=7")
-    assert "got 'newest', expected last, best or a step" in refused(capsys, by_module, out, "checkpoint=newest")
-    assert "not a run directory" in refused(capsys, tmp_path, out)
+    for run, choice, says in (
+        (full, "form=adapter", "form: got adapter, and the run trained all parameters"),
+        (by_module, "checkpoint=7", "has no complete checkpoint of step 7 (there are: 1, 2)"),
+        (by_module, "checkpoint=newest", "got 'newest', expected last, best or a step"),
+    ):
+        assert says in errors_of("export", str(run), out, choice)
+    assert "not a run directory" in errors_of("export", str(tmp_path), out)
     assert not (tmp_path / "out").exists()
 
 
 def test_nothing_is_overwritten_and_nothing_half_written(
-    shared: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    shared: Path, tmp_path: Path, errors_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine = tmp_path / "mine"
     mine.mkdir()
-    assert f"out: {mine} exists, and is left as it is" in refused(capsys, shared, f"out={mine}")
+    assert f"out: {mine} exists, and is left as it is" in errors_of("export", str(shared), f"out={mine}")
     assert list(mine.iterdir()) == []
     (tmp_path / "link").symlink_to(tmp_path / "gone" / "x")
-    assert f"error: out: {tmp_path / 'link'} exists" in refused(capsys, shared, f"out={tmp_path / 'link'}")
+    assert f"error: out: {tmp_path / 'link'} exists" in errors_of("export", str(shared), f"out={tmp_path / 'link'}")
     (mine / "file").touch()
-    assert f"out: cannot make {mine / 'file'}: " in refused(capsys, shared, f"out={mine / 'file' / 'out'}")
+    assert f"out: cannot make {mine / 'file'}: " in errors_of("export", str(shared), f"out={mine / 'file' / 'out'}")
 
     def fails(*_: object) -> str:
         raise KeyboardInterrupt
@@ -172,17 +167,17 @@ def test_nothing_is_overwritten_and_nothing_half_written(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "mine"]
 
 
-def test_damage_is_refused_by_file(by_module: Path, tmp_path: Path, capsys: Any) -> None:
+def test_damage_is_refused_by_file(by_module: Path, tmp_path: Path, errors_of: Any) -> None:
     """A flipped bit of the weights, and numbers of the card that the run has not written."""
     run = shutil.copytree(by_module, tmp_path / "run")
     weights = run / "checkpoints" / "checkpoint-2" / "answerer" / "adapter_model.safetensors"
     flip(weights)
-    error = refused(capsys, run, f"out={tmp_path / 'out'}")
+    error = errors_of("export", str(run), f"out={tmp_path / 'out'}")
     assert f"{weights} has not the content that was written; restore it, or export another checkpoint" in error
     exported(run, tmp_path / "one", "checkpoint=1")
     results = run / "eval" / "step-000001-dev.jsonl"
     results.write_text(re.sub(r'"f1":[0-9.e-]+', '"f1":1.0', results.read_text()))
-    assert f"{results} has" in refused(capsys, run, f"out={tmp_path / 'two'}", "checkpoint=1")
+    assert f"{results} has" in errors_of("export", str(run), f"out={tmp_path / 'two'}", "checkpoint=1")
     assert not (tmp_path / "out").exists() and not (tmp_path / "two").exists()
 
 
@@ -202,14 +197,14 @@ def test_best_is_the_best_evaluated_step(by_module: Path, tmp_path: Path, capsys
     assert "best of the steps with a checkpoint: 2" in shown and "exported step 2" in shown
 
 
-def test_a_template_that_renders_other_ids_is_not_exported(shared: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_template_that_renders_other_ids_is_not_exported(shared: Path, tmp_path: Path, errors_of: Any) -> None:
     """The checkpoint's template is another one than the config trained with (both whole, by their digests)."""
     run = shutil.copytree(shared, tmp_path / "run")
     checkpoint = run / "checkpoints" / "checkpoint-2"
     template = checkpoint / "chat_template.jinja"
     template.write_text(template.read_text().replace("{{ m.content }}", "{{ m.content | trim }}"))
     forge(checkpoint)
-    error = refused(capsys, run, f"out={tmp_path / 'out'}")
+    error = errors_of("export", str(run), f"out={tmp_path / 'out'}")
     assert "its chat template gives other token ids than in training" in error
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 

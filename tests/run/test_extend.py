@@ -25,7 +25,7 @@ def weights(run, step):
     return file.read_bytes()
 
 
-def test_two_steps_and_two_more_are_four_bit_for_bit(short, random_model, tmp_path, capsys):
+def test_two_steps_and_two_more_are_four_bit_for_bit(short, random_model, tmp_path, capsys, errors_of):
     run, whole = copy(short, tmp_path), tmp_path / "whole"
     assert main(command(random_model, whole, "train.steps=4")) == 0
     capsys.readouterr()
@@ -46,8 +46,7 @@ def test_two_steps_and_two_more_are_four_bit_for_bit(short, random_model, tmp_pa
     assert seen.finished and seen.summary["steps"] == 4
     assert "after step 2" in seen.summary["facts"]["extended"] and "after step 2" in seen.report_path.read_text()
     # finished again, and the checkpoints of both segments are what they say
-    assert main(["train", f"resume={run}"]) == 2
-    assert "this run is finished" in capsys.readouterr().err
+    assert "this run is finished" in errors_of("train", f"resume={run}")
 
 
 def test_a_checkpoint_that_another_run_starts_from_stays_and_is_found_where_both_were_moved(
@@ -68,7 +67,7 @@ def test_a_checkpoint_that_another_run_starts_from_stays_and_is_found_where_both
     assert (tmp_path / "exported" / "model.safetensors").is_file()
 
 
-def test_a_killed_extension_goes_on_and_a_changed_segment_is_noticed(short, tmp_path, capsys):
+def test_a_killed_extension_goes_on_and_a_changed_segment_is_noticed(short, tmp_path, capsys, errors_of):
     run = copy(short, tmp_path)
     with RunDir.open(run) as opened:
         opened.add_segment(3, 2, ["mmrl"])
@@ -79,8 +78,8 @@ def test_a_killed_extension_goes_on_and_a_changed_segment_is_noticed(short, tmp_
     (run / "summary.json").unlink()
     (run / "segments.jsonl").write_text((run / "segments.jsonl").read_text().replace('"steps":3', '"steps":9'))
     assert json.loads((run / "segments.jsonl").read_text())["steps"] == 9
-    assert main(["train", f"resume={run}"]) == 2
-    assert "is not the config that checkpoint-3 was made with: train.steps=9 (was 3)" in capsys.readouterr().err
+    says = "is not the config that checkpoint-3 was made with: train.steps=9 (was 3)"
+    assert says in errors_of("train", f"resume={run}")
 
 
 @pytest.mark.parametrize(
@@ -95,34 +94,31 @@ def test_a_killed_extension_goes_on_and_a_changed_segment_is_noticed(short, tmp_
         (["train.batch_size=2"], "train.steps: further steps"),
     ],
 )
-def test_what_a_run_cannot_go_on_with(typed, says, short, tmp_path, capsys):
+def test_what_a_run_cannot_go_on_with(typed, says, short, tmp_path, errors_of):
     def files():
         # but for the lock, and that somebody tried
         passed_over = ("run.lock", "environment.json")
         return {p: p.read_bytes() for p in short.rglob("*") if p.is_file() and p.name not in passed_over}
 
     before = files()
-    assert main(["train", f"resume={short}", *typed]) == 2
-    assert says in capsys.readouterr().err
+    assert says in errors_of("train", f"resume={short}", *typed)
     assert files() == before
 
 
-def test_a_refused_extension_leaves_no_trace(short, tmp_path, capsys):
+def test_a_refused_extension_leaves_no_trace(short, tmp_path, errors_of):
     run = copy(short, tmp_path)
     (run / "checkpoints" / "checkpoint-2" / "config.json").write_text("{}")
-    assert main(["train", f"resume={run}", "train.steps=+1"]) == 2
-    assert "no checkpoint is left to continue from" in capsys.readouterr().err
+    assert "no checkpoint is left to continue from" in errors_of("train", f"resume={run}", "train.steps=+1")
     assert not (run / "segments.jsonl").exists()
 
 
-def test_a_learning_rate_that_falls_to_the_end_of_the_run_is_refused(short, tmp_path, capsys):
+def test_a_learning_rate_that_falls_to_the_end_of_the_run_is_refused(short, tmp_path, errors_of):
     run = copy(short, tmp_path)
     text = (run / "config.yaml").read_text()
     assert "schedule: constant" in text
     (run / "config.yaml").write_text(text.replace("schedule: constant", "schedule: cosine"))
-    assert main(["train", f"resume={run}", "train.steps=4"]) == 2
-    assert "(environment.json): train.schedule=cosine (was constant); put it back" in capsys.readouterr().err
+    says = "(environment.json): train.schedule=cosine (was constant); put it back"
+    assert says in errors_of("train", f"resume={run}", "train.steps=4")
     (run / "environment.json").unlink()  # as if it had been started so
-    assert main(["train", f"resume={run}", "train.steps=4"]) == 2
-    assert "train.schedule=cosine ends at step 2" in capsys.readouterr().err
+    assert "train.schedule=cosine ends at step 2" in errors_of("train", f"resume={run}", "train.steps=4")
     assert not (run / "segments.jsonl").exists()

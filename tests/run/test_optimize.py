@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -250,14 +248,6 @@ def test_data_that_are_no_records_are_named(value: object, says: str) -> None:
 
     with pytest.raises(ConfigError, match=says):
         Source("task.data.train", put("bad_data", value)).rows("train")
-
-
-def test_importing_mmrl_imports_neither_dspy_nor_torch() -> None:
-    code = (
-        "import sys, mmrl; assert not {'dspy', 'torch', 'pydantic'} & set(sys.modules); "
-        "from mmrl import optimize; optimize.MMRL"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
 
 def test_the_stop_button_of_a_notebook_ends_the_run_below_it() -> None:

@@ -198,13 +198,12 @@ def test_profiles_that_cannot_work_are_refused(values, engine, more, expected):
     ],
 )
 def test_a_profile_that_cannot_run_here_is_refused_before_anything_loads(
-    missing, line, said, monkeypatch, capsys, tmp_path
+    missing, line, said, monkeypatch, errors_of, tmp_path
 ):
     find = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in missing.split() else find(name))
     monkeypatch.setattr("mmrl.models.load.load_model", None)
-    assert main(["train", *line.split(), f"run.dir={tmp_path / 'run'}"]) == 2
-    shown = capsys.readouterr().err
+    shown = errors_of("train", *line.split(), f"run.dir={tmp_path / 'run'}")
     assert all(text in shown for text in said) and "Traceback" not in shown, shown
     assert not (tmp_path / "run").exists()
 
@@ -223,7 +222,7 @@ def test_a_launcher_s_processes_wrap_the_model_as_the_profile_says(monkeypatch):
     assert os.environ["ACCELERATE_USE_FSDP"] == "true" and os.environ["FSDP_VERSION"] == "2"
 
 
-def test_more_gpus_than_the_machine_has_are_refused(monkeypatch, capsys, tmp_path):
+def test_more_gpus_than_the_machine_has_are_refused(monkeypatch, errors_of, tmp_path):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 7)
     monkeypatch.setattr("mmrl.models.load.load_tokenizer", None)
@@ -232,8 +231,7 @@ def test_more_gpus_than_the_machine_has_are_refused(monkeypatch, capsys, tmp_pat
         ("hardware=h100x2 hardware.processes=8", "8 GPUs to train and 0 to serve rollouts, this machine has 7"),
         ("hardware=h100x8_split engine.python=python", "asks for 7 GPUs to train and 1 to serve rollouts, this"),
     ):
-        assert main(["train", *line.split(), f"run.dir={tmp_path / 'run'}"]) == 2
-        shown = " ".join(capsys.readouterr().err.split())
+        shown = " ".join(errors_of("train", *line.split(), f"run.dir={tmp_path / 'run'}").split())
         assert "hardware.processes: profile" in shown and said in shown
     assert not (tmp_path / "run").exists()
 
@@ -319,12 +317,10 @@ def test_a_killed_process_ends_the_run_and_it_continues_to_the_numbers_of_one(tm
     assert capsys.readouterr().out.count("training reward") == 1
 
 
-def test_a_run_resumed_where_its_gpu_is_not_is_refused(random_model, tmp_path, capsys, monkeypatch):
+def test_a_run_resumed_where_its_gpu_is_not_is_refused(random_model, tmp_path, errors_of, monkeypatch):
     monkeypatch.setattr("mmrl.run.session.build_stage", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
     run = tmp_path / "run"
     assert main(command(random_model, run)) == 130
     change_config(run, hardware={"device": "cuda"})
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    capsys.readouterr()
-    assert main(["train", f"resume={run}"]) == 2
-    assert "hardware.device: got cuda" in capsys.readouterr().err
+    assert "hardware.device: got cuda" in errors_of("train", f"resume={run}")

@@ -154,7 +154,7 @@ def test_stopped_and_resumed_adapters_per_module_give_bit_equal_numbers(
     assert all(same(tmp_path / "whole", tmp_path / "stopped", name, 4) for name in MODULES)
 
 
-def test_eval_refuses_modules_that_a_policy_has_no_weights_for(tmp_path: Path, capsys: Any) -> None:
+def test_eval_refuses_modules_that_a_policy_has_no_weights_for(tmp_path: Path, errors_of: Any) -> None:
     folder = tmp_path / "checkpoint-3"
     (folder / "a").mkdir(parents=True)
     (folder / "extra.json").write_text(json.dumps({"modules": {"rewriter": "a"}}))
@@ -163,7 +163,6 @@ def test_eval_refuses_modules_that_a_policy_has_no_weights_for(tmp_path: Path, c
     (folder / "a" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "tiny"}))
     found = resolve(str(folder))
     assert (found.base, found.step, found.adapters) == ("tiny", 3, {"a": str(folder / "a")})
-    assert main(["eval", f"policy={folder}", f"run.dir={tmp_path / 'e'}", "model.modules={}"]) == 2
-    says = capsys.readouterr().err
+    says = errors_of("eval", f"policy={folder}", f"run.dir={tmp_path / 'e'}", "model.modules={}")
     assert "none for reranker, answerer of task=hotpotqa" in says
     assert "model.modules: has no effect on mmrl eval" in says
