@@ -118,6 +118,19 @@ def errors_of(capsys):
 
 
 @pytest.fixture
+def output_of(capsys):
+    """What a command that ends well has printed on stdout."""
+    from mmrl.cli import main
+
+    def output(*words):
+        capsys.readouterr()
+        assert main([*words]) == 0
+        return capsys.readouterr().out
+
+    return output
+
+
+@pytest.fixture
 def quick_retries(monkeypatch):
     """The client of retrieval servers tries again without a pause that a test would have to wait for."""
     monkeypatch.setattr("mmrl.retrieval.remote.WAITS_S", (0.001, 0.002))

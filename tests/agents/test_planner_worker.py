@@ -113,13 +113,11 @@ def words(*more):
     ]
 
 
-def test_tiny_agent_is_credited_by_agent(tmp_path, monkeypatch, capsys):
+def test_tiny_agent_is_credited_by_agent(tmp_path, monkeypatch, output_of):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(TOP))
     assert main(words("algo=ccpo", "algo.group_size=4", "train.steps=1", "train.batch_size=4")) == 0
-    capsys.readouterr()
-    assert main(["credit", "run=run", "step=1"]) == 0
-    printed = capsys.readouterr().out
+    printed = output_of("credit", "run=run", "step=1")
     assert "without=" in printed and ":planner" in printed and ":worker" in printed
     forest, _ = read_step(RunDir(Path("run")), 1)
     assert not [rollout.error for rollout in forest.rollouts if rollout.error]

@@ -102,17 +102,15 @@ def test_a_command_that_needs_no_heavy_package_loads_none(line, code, heavy):
     assert not set(loaded.split()) & set(heavy.split())
 
 
-def test_help_names_every_command_and_algorithm(capsys):
-    assert main(["--help"]) == 0
-    shown = capsys.readouterr().out
+def test_help_names_every_command_and_algorithm(output_of):
+    shown = output_of("--help")
     assert [name for name in COMMANDS if f"  {name}  " not in shown] == []
     assert [name for name in ALGO_SCHEMAS if name not in shown] == []
 
 
 @pytest.mark.parametrize("command", command_lines.COMMANDS)
-def test_help_of_a_command_is_its_own(command, capsys):
-    assert main([*command.split(), "--help"]) == 0
-    shown = capsys.readouterr().out
+def test_help_of_a_command_is_its_own(command, output_of):
+    shown = output_of(*command.split(), "--help")
     assert shown.startswith(f"Usage: mmrl {command} ")
     assert f"  mmrl {command}" in shown or command == "index", "an example"
     assert "Compose a run from" not in shown and max(map(len, shown.splitlines())) <= 120
@@ -120,7 +118,7 @@ def test_help_of_a_command_is_its_own(command, capsys):
         assert f"    mmrl {other} " not in shown
 
 
-def test_help_names_every_key_of_a_command_that_reads_its_own(capsys):
+def test_help_names_every_key_of_a_command_that_reads_its_own(output_of):
     sections = {
         "show": ShowArguments,
         "export": ExportArguments,
@@ -132,7 +130,6 @@ def test_help_names_every_key_of_a_command_that_reads_its_own(capsys):
         "compare": SetKeys,
     }
     for command, section in sections.items():
-        assert main([*command.split(), "--help"]) == 0
-        shown = capsys.readouterr().out
+        shown = output_of(*command.split(), "--help")
         keys = set(section.model_fields) - {"run_dir", *(["name"] if command == "new-task" else [])}
         assert {key for key in keys if f"{key}=" not in shown} == set(), command

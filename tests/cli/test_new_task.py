@@ -42,15 +42,13 @@ def test_it_trains_and_evaluates_by_its_name_alone(name, written, random_model, 
     assert name in config and f"{name}/train.jsonl" in config
 
 
-def test_the_next_commands_are_printed(tmp_path, monkeypatch, capsys):
+def test_the_next_commands_are_printed(tmp_path, monkeypatch, output_of):
     monkeypatch.chdir(tmp_path)
-    assert main(["new-task", "route"]) == 0
-    printed = capsys.readouterr().out
+    printed = output_of("new-task", "route")
     for command in ("python -m pytest route\n", "mmrl train task=route ", "mmrl eval task=route policy="):
         assert command in printed
     assert "cd " not in printed and "model=" not in printed
-    assert main(["new-task", "other", "kind=dspy"]) == 0
-    assert "model=NAME" in capsys.readouterr().out
+    assert "model=NAME" in output_of("new-task", "other", "kind=dspy")
 
 
 @pytest.mark.parametrize("taken", ["route/mine.txt", "conf/task/route.yaml"])

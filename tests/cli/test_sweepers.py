@@ -32,7 +32,7 @@ def quick(monkeypatch, tmp_path):
     return monkeypatch
 
 
-def test_a_sweep_gives_its_sweeper_the_main_metric_and_prints_its_runs_side_by_side(quick, tmp_path, capsys):
+def test_a_sweep_gives_its_sweeper_the_main_metric_and_prints_its_runs_side_by_side(quick, tmp_path, output_of):
     quick.setattr("mmrl.sets.sweep.begin", plays(lambda config: config.train.lr))
     given, through = [], configs.swept
 
@@ -40,8 +40,7 @@ def test_a_sweep_gives_its_sweeper_the_main_metric_and_prints_its_runs_side_by_s
         through(line, lambda build: given.append(job(build)) or given[-1])
 
     quick.setattr(configs, "swept", watched)
-    assert main(["train", "-m", "train.lr=0.25,0.5"]) == 0
-    printed = capsys.readouterr().out
+    printed = output_of("train", "-m", "train.lr=0.25,0.5")
     assert given == [0.25, 0.5]
     assert "mhgpo_rr train.lr=0.25" in printed and "mhgpo_rr train.lr=0.5" in printed
     assert "sweep: 2 of 2 runs finished" in printed
@@ -49,14 +48,13 @@ def test_a_sweep_gives_its_sweeper_the_main_metric_and_prints_its_runs_side_by_s
     assert {path.name for path in (tmp_path / "outputs").iterdir()} == {"hotpotqa", "multirun"}
 
 
-def test_a_search_of_four_trials_goes_where_the_metric_is_best(optuna, quick, tmp_path, capsys):
+def test_a_search_of_four_trials_goes_where_the_metric_is_best(optuna, quick, tmp_path, output_of):
     quick.setattr("mmrl.sets.sweep.begin", plays(lambda config: config.train.lr * config.train.batch_size))
     search = (
         "hydra/sweeper=optuna hydra.sweeper.n_trials=4 hydra.sweeper.sampler.seed=1 hydra.sweeper.direction=maximize "
         "train.lr=tag(log,interval(1e-6,1e-3)) train.batch_size=choice(2,4)"
     )
-    assert main(["train", "-m", *search.split(), "seed=3", f"hydra.sweep.dir={tmp_path}/study"]) == 0
-    printed = capsys.readouterr().out
+    printed = output_of("train", "-m", *search.split(), "seed=3", f"hydra.sweep.dir={tmp_path}/study")
     assert "sweep: 4 of 4 runs finished" in printed and "-- job 4: algo=mhgpo_rr task=hotpotqa seed=3" in printed
     found = yaml.safe_load((tmp_path / "study" / "optimization_results.yaml").read_text())
     runs = [RunDir.read(path.parent) for path in tmp_path.rglob("summary.json")]

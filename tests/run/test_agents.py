@@ -27,7 +27,7 @@ def words(folder, run, *more):
 
 
 @pytest.mark.slow
-def test_a_killed_run_of_an_agent_continues_to_the_same_numbers(tmp_path, monkeypatch, capsys):
+def test_a_killed_run_of_an_agent_continues_to_the_same_numbers(tmp_path, monkeypatch, output_of):
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
     # The same path from where each runs, since a checkpoint has it.
@@ -37,9 +37,7 @@ def test_a_killed_run_of_an_agent_continues_to_the_same_numbers(tmp_path, monkey
     killed_when(lambda: list(Path("run/journal").glob("*2.jsonl.gz")), *words(tmp_path, "run"))
     assert main(["train", "resume=run"]) == 0
     assert differences(tmp_path / "whole" / "run", tmp_path / "killed" / "run") == []
-    capsys.readouterr()
-    assert main(["credit", "run=run"]) == 0
-    assert "3 of 3 steps: the credit derived again equals what was trained on" in capsys.readouterr().out
+    assert "3 of 3 steps: the credit derived again equals what was trained on" in output_of("credit", "run=run")
 
 
 @pytest.mark.parametrize("algo", ["mhgpo_rr", "ccpo", "tree_grpo"])

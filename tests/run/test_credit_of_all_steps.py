@@ -26,11 +26,10 @@ def run(tmp_path_factory):
     return folder
 
 
-def credited(run, algo, capsys):
+def credited(run, algo, output_of):
     """Call -> advantage × weight per token, out of what `mmrl credit` writes."""
-    assert main(["credit", f"run={run}", f"step={STEP}", f"algo={algo}", "--json"]) == 0
     pushes = {}
-    for entry in json.loads(capsys.readouterr().out)["calls"]:
+    for entry in json.loads(output_of("credit", f"run={run}", f"step={STEP}", f"algo={algo}", "--json"))["calls"]:
         tokens = np.array(entry["advantages"]) * np.array(entry["weights"])
         pushes[entry["id"]] = pushes.get(entry["id"], 0) + tokens
     return {call: tokens for call, tokens in pushes.items() if np.any(tokens)}
@@ -44,10 +43,9 @@ def test_every_step_is_what_was_trained_on(run, capsys):
     assert shown.err == ""
 
 
-def test_another_algorithm_on_the_same_rollouts_by_hand(run, capsys):
-    mine, other = (credited(run, algo, capsys) for algo in ("mhgpo_is", "grpo"))
-    assert main(["credit", f"run={run}", "algo=grpo", "--json"]) == 0
-    step, _ = json.loads(capsys.readouterr().out)
+def test_another_algorithm_on_the_same_rollouts_by_hand(run, output_of):
+    mine, other = (credited(run, algo, output_of) for algo in ("mhgpo_is", "grpo"))
+    step, _ = json.loads(output_of("credit", f"run={run}", "algo=grpo", "--json"))
     (found,) = step["others"]
     both = sorted(mine.keys() & other.keys())
     assert 0 < len(both) < len(other) and step["pushed"] == len(mine)
@@ -59,11 +57,10 @@ def test_another_algorithm_on_the_same_rollouts_by_hand(run, capsys):
     assert found["cosine"] == pytest.approx(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
 
 
-def test_the_runs_own_algorithm_is_compared_where_a_setting_of_it_is_changed(run, capsys):
-    assert main(["credit", f"run={run}", "algo=mhgpo_is", "--json"]) == 0
-    assert [step["others"] for step in json.loads(capsys.readouterr().out)] == [[], []]
-    assert main(["credit", f"run={run}", "algo.eps=1.0", "--json"]) == 0
-    for step in json.loads(capsys.readouterr().out):
+def test_the_runs_own_algorithm_is_compared_where_a_setting_of_it_is_changed(run, output_of):
+    alone = json.loads(output_of("credit", f"run={run}", "algo=mhgpo_is", "--json"))
+    assert [step["others"] for step in alone] == [[], []]
+    for step in json.loads(output_of("credit", f"run={run}", "algo.eps=1.0", "--json")):
         (other,) = step["others"]
         assert step["problem"] == "" and other["same"] == 1 and other["both"] == step["pushed"]
 

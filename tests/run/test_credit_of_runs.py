@@ -133,7 +133,7 @@ TWO = "algo.minibatches=2"
 
 
 @pytest.mark.parametrize("algo", sorted(ALGORITHMS))
-def test_a_step_of_every_algorithm_is_printed_as_it_was_trained(algo, tmp_path, capsys):
+def test_a_step_of_every_algorithm_is_printed_as_it_was_trained(algo, tmp_path, capsys, output_of):
     options = [*SMALL.get(algo, ["algo.group_size=3"]), "seed=5"]
     batch = trained(tmp_path / "run", f"algo={algo}", *options, "algo.minibatches=3")
     shown = check_as_trained(tmp_path / "run", batch, capsys)
@@ -141,8 +141,8 @@ def test_a_step_of_every_algorithm_is_printed_as_it_was_trained(algo, tmp_path, 
     # The same step as a file: with as many mini-batches the same weights, with one of them others.
     file = f"rollouts={RunDir.read(tmp_path / 'run').journal_path(STEP)}"
     for count in (1, 3):
-        assert main(["credit", f"algo={algo}", *options, f"algo.minibatches={count}", file, "--json"]) == 0
-        weights = [entry["weights"] for entry in json.loads(capsys.readouterr().out)["calls"]]
+        text = output_of("credit", f"algo={algo}", *options, f"algo.minibatches={count}", file, "--json")
+        weights = [entry["weights"] for entry in json.loads(text)["calls"]]
         assert (weights == [entry["weights"] for entry in shown]) == (count == 3)
 
 
@@ -169,16 +169,14 @@ def test_a_step_with_options_is_printed_as_it_was_trained(options, tmp_path, cap
 
 
 @pytest.mark.parametrize("regroup", ["alg3", "agent_chunks"])
-def test_what_show_writes_is_regrouped_as_the_run_was(regroup, tmp_path, capsys):
+def test_what_show_writes_is_regrouped_as_the_run_was(regroup, tmp_path, capsys, output_of):
     """The file has the step, which the shuffle depends on; the rest is typed."""
     options = [f"algo.regroup={regroup}", "algo.group_size=2", "algo.minibatches=2", "seed=9"]
     trained(tmp_path / "run", "algo=mhgpo_rr", *options)
     shown = printed(capsys, tmp_path / "run")
-    assert main(["show", str(tmp_path / "run"), f"step={STEP}", "--json"]) == 0
-    (tmp_path / "rollouts.json").write_text(capsys.readouterr().out)
+    (tmp_path / "rollouts.json").write_text(output_of("show", str(tmp_path / "run"), f"step={STEP}", "--json"))
     words = ["credit", "algo=mhgpo_rr", *options, f"rollouts={tmp_path / 'rollouts.json'}", "--json"]
-    assert main(words) == 0
-    assert json.loads(capsys.readouterr().out)["calls"] == shown
+    assert json.loads(output_of(*words))["calls"] == shown
     assert any((entry["group"] or "").startswith("RR") for entry in shown)
 
 
@@ -201,24 +199,22 @@ def test_a_runs_own_algorithm_keeps_its_settings_and_takes_those_that_are_typed(
     assert {entry["group_size"] for entry in own} == {6}
 
 
-def test_other_algorithms_stand_beside_it_on_the_same_step(run, capsys):
-    assert main(["credit", f"run={run}", f"step={STEP}", "algo=mmgrpo,grpo", "algo.eps=0", "--json"]) == 0
-    own, other = json.loads(capsys.readouterr().out)
+def test_other_algorithms_stand_beside_it_on_the_same_step(run, output_of):
+    text = output_of("credit", f"run={run}", f"step={STEP}", "algo=mmgrpo,grpo", "algo.eps=0", "--json")
+    own, other = json.loads(text)
     assert (own["algo"], other["algo"], own["step"]) == ("mmgrpo", "grpo", STEP)
     assert {entry["minibatch"] for entry in own["calls"]} == {0, 1}
     assert {entry["minibatch"] for entry in other["calls"]} == {0}, "conf/algo/grpo.yaml has one mini-batch"
 
 
-def test_the_table_says_what_was_credited(run, capsys, monkeypatch):
+def test_the_table_says_what_was_credited(run, output_of, monkeypatch):
     for width in (80, 120):
         monkeypatch.setenv("COLUMNS", str(width))
-        assert main(["credit", f"run={run}", f"step={STEP}"]) == 0
-        lines = capsys.readouterr().out.splitlines()
+        lines = output_of("credit", f"run={run}", f"step={STEP}").splitlines()
         assert max(map(len, lines)) <= width
         text = " ".join(" ".join(lines[:4]).split())
         assert "seed 3" in text and "mmgrpo: 2 mini-batches" in text and "· as trained" in text
-        assert main(["credit", f"run={run}", f"step={STEP}", "algo.eps=0.5"]) == 0
-        assert "not as trained" in " ".join(capsys.readouterr().out.split())
+        assert "not as trained" in " ".join(output_of("credit", f"run={run}", f"step={STEP}", "algo.eps=0.5").split())
 
 
 def test_a_step_that_is_not_what_its_journal_says_is_told(run, tmp_path, capsys):

@@ -191,9 +191,8 @@ def test_the_command_says_what_is_wrong_and_writes_nothing(random_model, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_shipped_run_is_healthy(capsys):
-    assert main(["doctor", "examples=2", "hardware=cpu"]) == 0
-    text = capsys.readouterr().out
+def test_the_shipped_run_is_healthy(output_of):
+    text = output_of("doctor", "examples=2", "hardware=cpu")
     assert text.endswith("it can be trained\n") and "rewriter" in text
 
 
@@ -210,11 +209,10 @@ def test_runs_on_gpus_are_looked_at_and_others_where_it_is_asked_for(tmp_path):
     assert not needed("cuda", True), "a start that was killed has looked already"
 
 
-def test_the_machine_is_described_and_no_key_is_shown(monkeypatch, capsys):
+def test_the_machine_is_described_and_no_key_is_shown(monkeypatch, output_of):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-never-shown-0123456789")
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    assert main(["doctor", "--json"]) == 0
-    out = capsys.readouterr().out
+    out = output_of("doctor", "--json")
     facts = json.loads(out)["facts"]
     assert "sk-never" not in out
     assert (facts["OPENAI_API_KEY"], facts["HF_TOKEN"]) == ("set", "not set")

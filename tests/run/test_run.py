@@ -20,9 +20,8 @@ from tests.helpers.watch import started
 
 
 @pytest.mark.parametrize("algo", ["mhgpo_is", "mhgpo_fof", "mhgpo_rr", "mhgpo_fof_os"])
-def test_a_run_ends_with_a_table_and_a_report(algo, random_model, tmp_path, capsys):
-    assert main(command(random_model, tmp_path / "run", f"algo={algo}", "train.steps=2")) == 0
-    out = capsys.readouterr().out
+def test_a_run_ends_with_a_table_and_a_report(algo, random_model, tmp_path, output_of):
+    out = output_of(*command(random_model, tmp_path / "run", f"algo={algo}", "train.steps=2"))
     assert "before" in out and "after" in out
     assert f"mmrl show {tmp_path / 'run'}" in out
     run = RunDir.read(tmp_path / "run")
@@ -110,17 +109,15 @@ def test_an_outage_before_training_stops_the_run_which_then_measures_its_start_a
     assert "failed from outside" not in capsys.readouterr().out
 
 
-def test_an_evaluation_tells_its_outages_and_asks_again_on_resume(random_model, tmp_path, capsys, outage):
+def test_an_evaluation_tells_its_outages_and_asks_again_on_resume(random_model, tmp_path, output_of, outage):
     folder = tmp_path / "eval"
     outage(lambda number: number == 2)
-    assert main(["eval", f"policy={random_model}", f"run.dir={folder}", *EVAL]) == 0
-    said = capsys.readouterr().out
+    said = output_of("eval", f"policy={random_model}", f"run.dir={folder}", *EVAL)
     assert "25.0% of the rollouts failed from outside causes" in said
     assert "dev items" in said and "train items" not in said and "test items" not in said
     assert re.search(r"from outside: tool 1; the first, item \S+: .*retriever down \(.*in breaks\)\n", said)
     assert f"mmrl eval resume={folder}" in said
-    assert main(["eval", f"resume={folder}"]) == 0
-    said = capsys.readouterr().out
+    said = output_of("eval", f"resume={folder}")
     assert "0.0% of the rollouts failed from outside causes" in said and "resume=" not in said
     run = RunDir.read(folder)
     first, second = (read_step(run, step, evaluation="dev")[0] for step in run.journal_steps("dev"))

@@ -53,10 +53,9 @@ def train(model: str, run: Path, *extra: str) -> int:
     return main(command(model, run, "algo=mhgpo_fof", "train.steps=2", *extra))
 
 
-def evaluated(policy: Path, folder: Path, capsys: Any) -> tuple[dict[str, float], str]:
-    capsys.readouterr()
-    assert main(["eval", f"policy={policy}", f"run.dir={folder}", *EVAL]) == 0
-    return RunDir.read(folder).summary["metrics"], capsys.readouterr().out
+def evaluated(policy: Path, folder: Path, output_of: Any) -> tuple[dict[str, float], str]:
+    text = output_of("eval", f"policy={policy}", f"run.dir={folder}", *EVAL)
+    return RunDir.read(folder).summary["metrics"], text
 
 
 def test_law_12_only_the_trained_modules_adapters_change(
@@ -76,7 +75,7 @@ def test_law_12_only_the_trained_modules_adapters_change(
 
 
 def test_each_module_is_served_with_its_own_adapter_in_training_and_evaluation(
-    varied: None, random_model: str, tmp_path: Path, capsys: Any
+    varied: None, random_model: str, tmp_path: Path, output_of: Any
 ) -> None:
     """Sampler and trainer agree on every module's log-probabilities; `mmrl eval` gives the run's own last numbers."""
     extra = ["model.modules.rewriter.lr=0.1", "model.modules.reranker.adapter=answerer"]
@@ -87,11 +86,11 @@ def test_each_module_is_served_with_its_own_adapter_in_training_and_evaluation(
     assert (after["adapter/rewriter/lr"], after["adapter/answerer/lr"]) == (0.1, 0.01)
     assert sorted(p.name for p in checkpoint(tmp_path / "run").iterdir() if p.is_dir()) == ["answerer", "rewriter"]
 
-    metrics, text = evaluated(tmp_path / "run", tmp_path / "eval", capsys)
+    metrics, text = evaluated(tmp_path / "run", tmp_path / "eval", output_of)
     assert metrics["f1"] == after["eval/dev/f1"] != before["eval/dev/f1"]
     assert "rewriter: rewriter, reranker: answerer, answerer: answerer" in text
 
-    alone, _ = evaluated(checkpoint(tmp_path / "run") / "rewriter", tmp_path / "one", capsys)
+    alone, _ = evaluated(checkpoint(tmp_path / "run") / "rewriter", tmp_path / "one", output_of)
     assert alone["f1"] != metrics["f1"], "one adapter of a checkpoint speaks for all modules"
     assert resolve(str(checkpoint(tmp_path / "run") / "rewriter")).step == 2
 
