@@ -120,7 +120,7 @@ def _dispatch(words: Sequence[str]) -> int:
     refuse(problems)
     if words[:1] in ([], ["-h"], ["--help"]):
         app.info.epilog = GROUP_CHOICES.format(groups="\n".join(map(_choices, GROUPS)))
-    code: int = app(words or ["--help"], standalone_mode=False, prog_name="mmrl")
+    code: int = app(words or ["--help"], standalone_mode=False, prog_name="mmrl") or 0
     if code == 130:  # what Typer makes of Ctrl-C, without a word
         raise KeyboardInterrupt
     return code

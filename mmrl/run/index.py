@@ -37,7 +37,7 @@ from mmrl.system.replies import one_line
 from mmrl.tasks.data.corpus import Corpus
 
 
-def build(arguments: BuildIndexArguments) -> int:
+def build(arguments: BuildIndexArguments) -> None:
     """Run `mmrl index build`."""
     section, folder = arguments.section(), user_path(arguments.index)
     # All settings are checked before anything is downloaded or read.
@@ -70,18 +70,16 @@ def build(arguments: BuildIndexArguments) -> int:
     print(f"built in {built.build_seconds:.1f} s: {folder}")
     use = f"task.retriever.name={built.kind} task.retriever.index={folder}"
     print(f"use it: {use}, or mmrl serve-retriever index={folder}")
-    return 0
 
 
-def info(arguments: IndexInfoArguments) -> int:
+def info(arguments: IndexInfoArguments) -> None:
     """Run `mmrl index info`."""
     facts = asdict(read_info(user_path(arguments.index), "index"))
     facts["files"] = decimal(sum(int(size) for size, _ in facts["files"].values()))
     print(facts_table(facts, indent=""))
-    return 0
 
 
-def search(arguments: SearchIndexArguments) -> int:
+def search(arguments: SearchIndexArguments) -> None:
     """Run `mmrl index search`."""
     from transformers.utils.logging import disable_progress_bar
 
@@ -95,10 +93,9 @@ def search(arguments: SearchIndexArguments) -> int:
         title, text = (one_line(part) for part in (document.title, document.text[:300]))
         print(f"{rank:3d}  {document.score:9.4f}  [{one_line(document.id)}] {title}\n     {text}")
     print(f"{len(documents)} passages in {1000 * spent:.1f} ms")
-    return 0
 
 
-def serve(arguments: ServeIndexArguments) -> int:
+def serve(arguments: ServeIndexArguments) -> None:
     """Run `mmrl serve-retriever`."""
     refuse(server_problems("mmrl serve-retriever"))
     token = read_token(arguments)
@@ -110,7 +107,7 @@ def serve(arguments: ServeIndexArguments) -> int:
         "digest": facts.digest,
     }
     app = make_app(retriever, served, max_batch=arguments.max_batch, token=token)
-    return listen(app, arguments, "listening on {url}")
+    listen(app, arguments, "listening on {url}")
 
 
 def _spec_text(spec: IndexSpec) -> str:

@@ -35,7 +35,7 @@ class ServeArguments(ServerArguments):
     name: str = Field("policy", min_length=1, description="the model's name in requests")
 
 
-def serve_policy(config: EvalCommandConfig, arguments: ServeArguments, user_keys: Collection[str]) -> int:
+def serve_policy(config: EvalCommandConfig, arguments: ServeArguments, user_keys: Collection[str]) -> None:
     """Load a policy and serve it.
 
     Args:
@@ -64,7 +64,7 @@ def serve_policy(config: EvalCommandConfig, arguments: ServeArguments, user_keys
         engine.keeping(),  # a chat's next turn begins with all that was said
     ):
         app = make_app(Served(engine=engine, tokenizer=tokenizer, models=names), token)
-        return listen(app, arguments, snippets(names, arguments), grace_s=5)
+        listen(app, arguments, snippets(names, arguments), grace_s=5)
 
 
 def read_token(arguments: ServerArguments) -> str | None:
@@ -76,8 +76,8 @@ def read_token(arguments: ServerArguments) -> str | None:
     return None if arguments.token_env is None else token_of(arguments.token_env, "token_env")
 
 
-def listen(app: FastAPI, arguments: ServerArguments, announce: str, *, grace_s: int | None = None) -> int:
-    """Serve until Ctrl-C. Returns the exit code.
+def listen(app: FastAPI, arguments: ServerArguments, announce: str, *, grace_s: int | None = None) -> None:
+    """Serve until Ctrl-C.
 
     Args:
         announce: printed once it listens.
@@ -95,7 +95,6 @@ def listen(app: FastAPI, arguments: ServerArguments, announce: str, *, grace_s: 
     except KeyboardInterrupt:  # SIGTERM too: the server has answered what it could
         pass
     print("stopped", file=sys.stderr)
-    return 0
 
 
 def models(name: str, policy: Policy) -> dict[str, str]:
