@@ -8,7 +8,6 @@ the command again can compare.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shlex
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.report.rundir import RunDir
-from mmrl.system.files import read_jsonl
+from mmrl.system.files import digest, read_jsonl
 
 FOLDER = Path(__file__).parents[1] / "docs" / "evidence"
 VERSIONS = ("mmrl", "torch", "transformers", "peft", "trl", "numpy")
@@ -54,9 +53,7 @@ def record(folder: Path, also: Sequence[str] = ()) -> dict[str, Any]:
         "git": environment.get("git"),
         # Not `facts` and `what`: they have paths of this machine; the command names the data.
         "data": {
-            split: hashlib.sha256(Path(path).read_bytes()).hexdigest()
-            for split, path in data.items()
-            if isinstance(path, str) and Path(path).is_file()
+            split: digest(Path(path)) for split, path in data.items() if isinstance(path, str) and Path(path).is_file()
         },
         "summary": {name: value for name, value in summary.items() if name not in ("facts", "what", "name")},
         "items": items(summary["main_metric"]),

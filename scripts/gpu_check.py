@@ -47,6 +47,7 @@ Lengths = tuple[int, tuple[int, int], tuple[int, int]]
 """Groups of rollouts, and ranges of the tokens of a prompt and of a completion."""
 LONG_BAR = 13_342.0
 """Tokens/s that prime-rl publishes for Qwen3-0.6B with LoRA (r = 16) at 16,000 tokens on one H100."""
+OPTIONS = {"device": "cuda", "dtype": "", "repeats": "3", "tiny": "", "only": ""}
 KINDS = {"is": independent, "fof": forked_first, "long": forked_first}
 RATIO_BARS = {"is": 4.0, "fof": 1.0}
 """Least ratio of TRL to mmrl on a GPU: the tokens that sharing saves; never slower where nothing is shared."""
@@ -76,16 +77,10 @@ def parts(tiny: bool) -> list[Part]:
     ]
 
 
-def long_part(tiny: bool) -> Part:
-    """Return the model to train on long completions."""
-    shape, name = (MODELS["1M"], "tiny") if tiny else (SMALL, "Qwen3-0.6B")
-    return Part(name=f"{name}, LoRA r=16", shape=shape, lora=RANK, micro=None)
-
-
-def product_rate(device: str, dtype: str, size: int, repeats: int = 20) -> float:
+def product_rate(device: str, dtype: str, size: int) -> float:
     """FLOP/s of a square matrix product, best of several."""
     left, right = (torch.randn(size, size, device=device, dtype=getattr(torch, dtype)) for _ in range(2))
-    return 2 * size**3 / min(once(lambda: left @ right)[1] for _ in range(repeats))
+    return 2 * size**3 / min(once(lambda: left @ right)[1] for _ in range(20))
 
 
 def flops(shape: Shape, tokens: float, pairs: float, scored: float) -> float:
@@ -248,15 +243,7 @@ def bars_of(name: str, kind: str, found: dict[str, Any], dtype: str, meaningful:
 
 def main(arguments: Sequence[str]) -> int:
     """Print the table, write the JSON; returns 1 when a check fails or a bar is missed."""
-    known = {
-        "device": "cuda",
-        "dtype": "",
-        "repeats": "3",
-        "tiny": "",
-        "only": "",
-        "threads": str(torch.get_num_threads()),
-    }
-    args = options(arguments, known)
+    args = options(arguments, OPTIONS | {"threads": str(torch.get_num_threads())})
     (device,) = expect_some_of("device", args["device"], DTYPES)
     tiny, repeats = bool(args["tiny"]), int(args["repeats"])
     if device == "cuda" and not torch.cuda.is_available():
@@ -265,7 +252,8 @@ def main(arguments: Sequence[str]) -> int:
     lengths: Lengths = (4, (8, 24), (2, 6)) if tiny else (16, (1500, 2500), (10, 60))
     long: Lengths = (2, (4, 8), (40, 60)) if tiny else (2, (200, 400), (15_500, 16_000))
     cases = [(part, kind, lengths) for part in parts(tiny) for kind in RATIO_BARS]
-    cases.append((long_part(tiny), "long", long))
+    shape, name = (MODELS["1M"], "tiny") if tiny else (SMALL, "Qwen3-0.6B")
+    cases.append((Part(name=f"{name}, LoRA r=16", shape=shape, lora=RANK, micro=None), "long", long))
     cases = [case for case in cases if args["only"] in f"{case[0].name}, {case[1]}"]
     rate = product_rate(device, dtype, 256 if tiny else 8192)
     where = torch.cuda.get_device_name() if device == "cuda" else "cpu"

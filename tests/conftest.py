@@ -64,9 +64,10 @@ def data_dir() -> Path:
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory) -> str:
     """Folder of a random two-layer Qwen3 with a byte-level tokenizer and a chat template."""
-    import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import PreTrainedTokenizerFast
+
+    from tests.helpers.engines import model
 
     folder = str(tmp_path_factory.mktemp("random_model"))
     raw = Tokenizer(models.BPE())
@@ -83,22 +84,9 @@ def random_model(tmp_path_factory) -> str:
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        intermediate_size=64,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 4096}
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    model(scale=0.02, vocab_size=len(tokenizer), **heads, **ends).save_pretrained(folder)
     return folder
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, PrivateAttr, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from mmrl.config.base import Idle, MethodConfig, Temperature, no_lookalike
 from mmrl.config.teacher import STUDENT, TeacherConfig
@@ -348,9 +348,10 @@ class MmgrpoConfig(GroupConfig):
     failing_traces: Literal["failing_only", "trajectory"] = Field(
         "failing_only", description="calls that are trained of a rollout that failed to parse"
     )
-    failing_index: Literal["zero", "true"] = Field(
-        "zero", description="invocation under which a failing call is grouped: the first, or its true one"
-    )
+    # YAML's truth value stands for the word of `algo.failing_index=true`.
+    failing_index: Annotated[
+        Literal["zero", "true"], BeforeValidator(lambda value: "true" if value is True else value)
+    ] = Field("zero", description="invocation under which a failing call is grouped: the first, or its true one")
     format_failure_score: float = Field(
         -1.0, ge=-FACTOR, le=FACTOR, description="reward of a failing call with no field"
     )
@@ -366,12 +367,6 @@ class MmgrpoConfig(GroupConfig):
         Idle("failing_index", "failing_traces=trajectory"),
         Idle("overlong", "max_context=null", "; set max_context or leave it out"),
     ]
-
-    @field_validator("failing_index", mode="before")
-    @classmethod
-    def _failing_index(cls, value: object) -> object:
-        """Accept YAML's truth value for the word `true` in `algo.failing_index=true`."""
-        return "true" if value is True else value
 
     @model_validator(mode="after")
     def _shares(self) -> Self:

@@ -43,8 +43,11 @@ class Idle(NamedTuple):
     def problem(self, sections: object, key: str) -> str | None:
         """Return the sentence for a key of these, or None if it has an effect."""
         terms = [re.split(r"(!?[=~])", term, maxsplit=1) for term in self.when.split()]
-        if not all(_term_matches(value_at(sections, path), sign, wanted) for path, sign, wanted in terms):
-            return None
+        for path, sign, wanted in terms:
+            found = value_at(sections, path)
+            matches = wanted in str(found) if sign[-1] == "~" else literal(found) in wanted.split("|")
+            if matches == sign.startswith("!"):
+                return None
         path, sign, wanted = terms[0]
         value = value_at(sections, key)
         # a whole section would bury the sentence
@@ -53,11 +56,6 @@ class Idle(NamedTuple):
         cause = f"{wanted} in {path}" if sign == "~" else f"{path}={literal(value_at(sections, path))}"
         why = self.why if self.why[:1].isalpha() else f"with {cause}{self.why or instead}"
         return f"{key}: {got}has no effect {why}"
-
-
-def _term_matches(value: object, sign: str, wanted: str) -> bool:
-    matches = wanted in str(value) if sign[-1] == "~" else literal(value) in wanted.split("|")
-    return matches != sign.startswith("!")
 
 
 class Section(BaseModel):

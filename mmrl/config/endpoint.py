@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import BeforeValidator, Field, JsonValue, field_validator, model_validator
 
 from mmrl.config.base import Idle, Section, address_problem
 from mmrl.secrets import holder, secret_name
@@ -24,6 +24,13 @@ _PRINTED = r"\A[ -~]+\z"
 """Text that an HTTP header can hold: no line break, no letter beyond ASCII."""
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 _SECRET_HEADERS = re.compile(r"(auth|authorization|cookie|key|token|secret|password)$", re.IGNORECASE)
+
+
+def _as_json(value: object) -> object:
+    """Convert tuples, as which a config's lists come, to lists, recursively."""
+    if isinstance(value, Mapping):
+        return {key: _as_json(item) for key, item in value.items()}
+    return [_as_json(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 class Endpoint(Section):
@@ -44,7 +51,9 @@ class Endpoint(Section):
     omit: tuple[Literal["temperature", "top_p", "seed", "max_tokens"], ...] = Field(
         (), description="settings that are not sent, for models that refuse them: the endpoint's own hold"
     )
-    extra_body: dict[str, JsonValue] = Field({}, description="further fields of every request, e.g. reasoning_effort")
+    extra_body: Annotated[dict[str, JsonValue], BeforeValidator(_as_json)] = Field(
+        {}, description="further fields of every request, e.g. reasoning_effort"
+    )
     extra_headers: dict[str, str] = Field({}, description="further headers; a secret one as ${oc.env:NAME}")
     reasoning: Literal["drop", "cut", "keep"] = Field(
         "drop",
@@ -62,11 +71,6 @@ class Endpoint(Section):
         if problem := address_problem(url, ", up to and with /v1"):
             raise ValueError(problem)
         return url
-
-    @field_validator("extra_body", mode="before")
-    @classmethod
-    def _lists(cls, fields: object) -> object:
-        return _as_json(fields)  # a config's lists come as tuples
 
     @field_validator("extra_body")
     @classmethod
@@ -117,10 +121,3 @@ class EndpointConfig(Endpoint):
     """A model behind such an endpoint."""
 
     model: str = Field(description="model name as the endpoint knows it")
-
-
-def _as_json(value: object) -> object:
-    """Convert tuples to lists, recursively."""
-    if isinstance(value, Mapping):
-        return {key: _as_json(item) for key, item in value.items()}
-    return [_as_json(item) for item in value] if isinstance(value, list | tuple) else value

@@ -58,9 +58,6 @@ class Generation:
     """None where it goes on in an earlier context."""
 
 
-ForkHook = Callable[["RolloutContext", str], None]
-
-
 @dataclass(slots=True)
 class RolloutContext:
     """Implementation of `mmrl.tasks.base.Context` for one rollout."""
@@ -70,7 +67,7 @@ class RolloutContext:
     path: str
     """Path id within the example's trees: `<tree>` or `<tree>.<branch>...`; extended when the rollout forks."""
     replay: Sequence[Event] = ()
-    on_live_call: ForkHook | None = None
+    on_live_call: Callable[[RolloutContext, str], None] | None = None
     """Called before each live call; may start siblings that replay `events` so far."""
     exchanged: Mapping[str, str | Teacher] = EMPTY
     """Module -> what its live calls reply instead of what the policy would, or the teacher whose model does."""

@@ -70,29 +70,29 @@ class Stopwatch:
     """Seconds of the longest call."""
     empty: int = 0
     """Calls that brought nothing."""
-    running: int = 0
+    under_way: int = 0
     since: float = 0.0
     """When the first of those that run now started."""
 
-    def start(self) -> float:
-        """Count one that starts; returns when it did, for `end`."""
-        now = time.perf_counter()
+    @contextmanager
+    def running(self, results: Sequence[object] = ()) -> Iterator[None]:
+        """Time a use inside; at its end `results` has what it brought."""
+        started = time.perf_counter()
         # Concurrent ones overlap: the clock runs from the first start to the last end, so no second counts twice.
-        if self.running == 0:
-            self.since = now
-        self.running += 1
-        return now
-
-    def end(self, started: float, *, empty: bool = False) -> None:
-        """Count one that ended."""
-        now = time.perf_counter()
-        self.running -= 1
-        self.calls += 1
-        self.spent += now - started
-        self.longest = max(self.longest, now - started)
-        self.empty += empty
-        if self.running == 0:
-            self.seconds += now - self.since
+        if self.under_way == 0:
+            self.since = started
+        self.under_way += 1
+        try:
+            yield
+        finally:
+            now = time.perf_counter()
+            self.under_way -= 1
+            self.calls += 1
+            self.spent += now - started
+            self.longest = max(self.longest, now - started)
+            self.empty += any(isinstance(result, list | tuple) and not result for result in results)
+            if self.under_way == 0:
+                self.seconds += now - self.since
 
 
 def _unread(prompt: Sequence[int], ids: Sequence[int], tools: Sequence[Message]) -> Message:
@@ -137,14 +137,9 @@ class Environment:
     @contextmanager
     def using(self, tool: str) -> Iterator[list[object]]:
         """Time the use of a tool; its results are put into the list."""
-        watches = (self.retrieving, self.tools.setdefault(tool, Stopwatch()))
-        started, results = [watch.start() for watch in watches], list[object]()
-        try:
+        results: list[object] = []
+        with self.retrieving.running(results), self.tools.setdefault(tool, Stopwatch()).running(results):
             yield results
-        finally:
-            empty = any(isinstance(result, list | tuple) and not result for result in results)
-            for watch, since in zip(watches, started, strict=True):
-                watch.end(since, empty=empty)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field, replace
@@ -81,7 +81,11 @@ class _Tree:
         if self.plan.teacher is not None:
             ctx = await self._teacher_forced(self.plan.teacher, _name(name))
         rollout = await self._execute(ctx)
-        self._penalise(ctx, rollout)
+        # A parse failure that the program caught gets its penalty now: that it was caught is known at the end.
+        ids = {call.id for call in caught(rollout, ctx.calls)}
+        for event in ctx.events:
+            if event.call is not None and event.call.id in ids:
+                event.call = replace(event.call, penalty=self.env.settings.caught_parse_penalty)
         if self.plan.exchange is not None and rollout.reward is not None:
             outcomes, calls = await self._without_modules(self.plan.exchange, ctx)
             rollout = replace(rollout, counterfactuals=outcomes, calls_again=calls)
@@ -188,37 +192,27 @@ class _Tree:
         return replace(rollout, prediction=described, metrics=metrics, parts=score.parts)
 
     async def _score(self, ctx: RolloutContext, prediction: object) -> Score:
-        started = self.env.scoring.start()
-        try:
-            scored = self.env.task.score(self.example, prediction, ctx.calls, self.reward_set)
-            score = _finite(await self._awaited(scored) if inspect.isawaitable(scored) else scored)
-        except RolloutError:
-            raise
-        except BaseException as error:
-            if _ends_the_process(error):
+        with self.env.scoring.running():
+            try:
+                scored = self.env.task.score(self.example, prediction, ctx.calls, self.reward_set)
+                if inspect.isawaitable(scored):
+                    # The program has ended, and its judge must hold up no batch of the programs still alive.
+                    self.env.engine.leave()
+                    try:
+                        scored = await scored
+                    finally:
+                        self.env.engine.enter()
+                score = _finite(scored)
+            except RolloutError:
                 raise
-            raise _raised(ctx, RewardFailure, error) from error
-        finally:
-            self.env.scoring.end(started)
+            except BaseException as error:
+                if _ends_the_process(error):
+                    raise
+                raise _raised(ctx, RewardFailure, error) from error
         for event in ctx.events:
             if event.call is not None and event.call.id in score.turn_rewards:
                 event.call = replace(event.call, turn_reward=score.turn_rewards[event.call.id])
         return score
-
-    async def _awaited(self, score: Awaitable[Score]) -> Score:
-        """Await a judge after the program has ended: it must hold up no batch of the programs still alive."""
-        self.env.engine.leave()
-        try:
-            return await score
-        finally:
-            self.env.engine.enter()
-
-    def _penalise(self, ctx: RolloutContext, rollout: Rollout) -> None:
-        """Give caught parse failures their penalty: that they were caught is known when the rollout has ended."""
-        ids = {call.id for call in caught(rollout, ctx.calls)}
-        for event in ctx.events:
-            if event.call is not None and event.call.id in ids:
-                event.call = replace(event.call, penalty=self.env.settings.caught_parse_penalty)
 
     def _failed(self, ctx: RolloutContext, failure: RolloutError) -> Rollout:
         # A failure by infrastructure says nothing of the policy: no reward, so no credit.
@@ -277,7 +271,6 @@ async def sample(
     plans: Sequence[tuple[Example, Sequence[Tree]]],
     reward_set: str,
     step: int = 0,
-    meta: Mapping[str, object] = EMPTY,
 ) -> Forest:
     """Run every tree of every example concurrently and gather the forest.
 
@@ -324,7 +317,7 @@ async def sample(
         for call in path:
             calls.setdefault(call.id, call)
     rollouts = tuple(rollout for _, rollout, _ in leaves)
-    return Forest(calls=calls, rollouts=rollouts, modules=tuple(program.modules), step=step, meta=dict(meta))
+    return Forest(calls=calls, rollouts=rollouts, modules=tuple(program.modules), step=step)
 
 
 def reserialised(forest: Forest, program: Canonical, encode: Callable[[str], Sequence[int]], end: int) -> Forest:

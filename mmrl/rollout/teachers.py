@@ -75,8 +75,7 @@ class TeacherForcedContext(RolloutContext):
         match = uses[position] if position < len(uses) else None
         if match is not None and match.request == arguments and match.outcome.done() and not match.nested:
             self.events.append(match)
-            result: object = match.outcome.result()
-            return result
+            return match.outcome.result()
         # Spelled out: a dataclass with slots is another class than the one that `super()` remembers.
         return await RolloutContext.remember(self, name, arguments, run)
 

@@ -39,10 +39,9 @@ class Row:
 class Dice:
     """Random tokens and lengths; `scale` divides the lengths, for quick tests."""
 
-    def __init__(self, vocabulary: int, seed: int = 0, scale: int = 1):
-        self.random = random.Random(seed)
-        self.vocabulary = vocabulary
-        self.scale = scale
+    def __init__(self, vocabulary: int, scale: int = 1):
+        self.random = random.Random(0)
+        self.vocabulary, self.scale = vocabulary, scale
 
     def ids(self, least: int, most: int) -> tuple[int, ...]:
         """Between `least` and `most` tokens."""

@@ -53,6 +53,9 @@ class Recipe:
     from that world's train split."""
 
 
+_READ: Mapping[str, float] = {DRILL: 0.5, "answerer": 0.6, "rewriter": 0.3, "agent": 0.1}
+_PLAY: Mapping[str, float] = {DRILL: 0.25, "answerer": 0.6, "rewriter": 0.6, "reranker": 0.15, "agent": 0.5}
+_HABITS: Mapping[str, float] = {"rewriter": 1.0, "reranker": 0.35, "answerer": 0.6, "agent": 0.3}
 AGENTS = Recipe(
     tasks=("hotpotqa", "search_agent", "tool_agent"),
     worlds=4,
@@ -61,25 +64,10 @@ AGENTS = Recipe(
         # start, it takes several times as long. Then reading. Only then all formats, the reranker's in a small share:
         # it is to start weak, and its prompts are the longest.
         Phase("write", 300, 5e-3, "constant_with_warmup", 1, {"rewriter": 1.0}),
-        Phase("read", 1500, 4e-3, "linear", 2, {DRILL: 0.5, "answerer": 0.6, "rewriter": 0.3, "agent": 0.1}),
-        Phase(
-            "play",
-            1200,
-            3e-3,
-            "linear",
-            4,
-            {DRILL: 0.25, "answerer": 0.6, "rewriter": 0.6, "reranker": 0.15, "agent": 0.5},
-        ),
+        Phase("read", 1500, 4e-3, "linear", 2, _READ),
+        Phase("play", 1200, 3e-3, "linear", 4, _PLAY),
         # Last, mixed habits: what a short reinforcement learning run can choose between.
-        Phase(
-            "habits",
-            160,
-            1.5e-3,
-            "linear",
-            4,
-            {"rewriter": 1.0, "reranker": 0.35, "answerer": 0.6, "agent": 0.3},
-            habits=True,
-        ),
+        Phase("habits", 160, 1.5e-3, "linear", 4, _HABITS, habits=True),
     ),
 )
 

@@ -11,6 +11,7 @@ import pytest
 from mmrl.cli.hydra import composed
 from mmrl.config import ENGINE_SCHEMAS, RETRIEVER_SCHEMAS, TASK_SCHEMAS, TrainCommandConfig, validate
 from mmrl.config.tasks import BUILT_IN, PluginTaskConfig, TaskConfig
+from mmrl.config.validate import CHOICES
 from mmrl.engines import ENGINES
 from mmrl.errors import ConfigError
 from mmrl.tasks import TASKS
@@ -38,33 +39,22 @@ def foreign(schemas: Any) -> list[tuple[str, str]]:
     return sorted((name, key) for name, schema in schemas.items() for key in keys - set(schema.model_fields))
 
 
-@pytest.mark.parametrize(("name", "key"), foreign({name: TASK_SCHEMAS[name] for name in BUILT_IN}))
-def test_a_key_of_another_task_is_refused_by_name(name: str, key: str) -> None:
-    raw = raw_of()
-    raw["task"] = {"name": name, key: 1}
+@pytest.mark.parametrize(
+    ("section", "name", "key", "chosen"),
+    [
+        *(("task", *pair, "task ") for pair in foreign({name: TASK_SCHEMAS[name] for name in BUILT_IN})),
+        *(("task.retriever", *pair, "task.retriever.name=") for pair in foreign(RETRIEVER_SCHEMAS)),
+        *((through, *pair, "engine=") for pair in foreign(ENGINE_SCHEMAS) for through in ("engine", "hardware.engine")),
+    ],
+)
+def test_a_key_of_another_choice_is_refused_by_name(section: str, name: str, key: str, chosen: str) -> None:
+    raw, options = raw_of(), {"name": name, key: 1} | ({"url": "http://h"} if name == "remote" else {})
+    if section == "hardware.engine":
+        section, raw["hardware"]["engine"], options["name"] = "engine", name, "auto"
+    (raw["task"] if section == "task.retriever" else raw)[section.rpartition(".")[2]] = options
     (problem,) = problems_of(raw)
-    users = ", ".join(other for other, schema in TASK_SCHEMAS.items() if key in schema.model_fields)
-    assert problem == f"task.{key}: got 1, which has no effect with task {name}; it is an option of {users}"
-
-
-@pytest.mark.parametrize(("name", "key"), foreign(ENGINE_SCHEMAS))
-@pytest.mark.parametrize("through", ["engine", "hardware"])
-def test_a_key_of_another_engine_is_refused_by_name(name: str, key: str, through: str) -> None:
-    raw = raw_of()
-    raw["engine"] = {"name": name if through == "engine" else "auto", key: 1}
-    raw["hardware"]["engine"] = name
-    (problem,) = problems_of(raw)
-    assert problem.startswith(f"engine.{key}: got 1, which has no effect with engine={name}; it is an option of ")
-
-
-@pytest.mark.parametrize(("name", "key"), foreign(RETRIEVER_SCHEMAS))
-def test_a_key_of_another_retriever_is_refused_by_name(name: str, key: str) -> None:
-    raw = raw_of()
-    raw["task"]["retriever"] = {"name": name, key: 1} | ({"url": "http://h"} if name == "remote" else {})
-    (problem,) = problems_of(raw)
-    users = ", ".join(other for other, schema in RETRIEVER_SCHEMAS.items() if key in schema.model_fields)
-    said = f"got 1, which has no effect with task.retriever.name={name}; it is an option of {users}"
-    assert problem == f"task.retriever.{key}: {said}"
+    users = ", ".join(other for other, schema in CHOICES[section].items() if key in schema.model_fields)
+    assert problem == f"{section}.{key}: got 1, which has no effect with {chosen}{name}; it is an option of {users}"
 
 
 @pytest.mark.parametrize("name", ["agent", "dspy"])

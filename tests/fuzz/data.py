@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import tempfile
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
 
 from tests.fuzz.values import spoilt, spoilt_bytes
+from tests.helpers.programs import default_config
 
 RECORDS: dict[str, list[dict[str, Any]]] = json.loads(Path(__file__).with_name("records.json").read_text("utf-8"))
 """Data set, or `corpus` -> records as official files have them."""
@@ -61,22 +61,10 @@ def run(file: tuple[str, str, bytes]) -> str | None:
     return None
 
 
-@cache
-def _task_section(name: str) -> dict[str, Any]:
-    from mmrl.cli.configs import configured
-
-    config = configured([f"task={name}", "algo=mmgrpo"], None)
-    section: dict[str, Any] = config.task.model_dump(mode="json")
-    return section
-
-
 def _run_dspy(name: str, path: str) -> str | None:
-    from mmrl.config.tasks import task_schema
     from mmrl.tasks import TASKS
 
-    section = _task_section(name)
-    data = dict.fromkeys(("train", "dev", "test"), path)
-    task = TASKS[name](task_schema(name).model_validate({**section, "data": {**section["data"], **data}}), 0)
+    task = TASKS[name](default_config(name, data=dict.fromkeys(("train", "dev", "test"), path)), 0)
     for example in task.examples("train")[:3]:
         if not all(isinstance(text, str) for text in example.inputs.values()):
             return f"inputs that are no texts: {example.inputs!r}"

@@ -17,8 +17,9 @@ import tempfile
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from unittest import mock
+
+from tests.helpers.watch import stopped_after
 
 LIMIT_S = 20.0
 """Longest time of one line."""
@@ -117,20 +118,9 @@ class TooLong(BaseException):
     """The time limit has passed. Not an `Exception`, which mmrl might handle."""
 
 
-@contextlib.contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
+def time_limit(seconds: float) -> contextlib.AbstractContextManager[None]:
     """Raise `TooLong` in what takes longer; in the main thread, which alone gets signals."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise TooLong
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    return stopped_after(seconds, TooLong(), signal.ITIMER_REAL, signal.SIGALRM)
 
 
 _WRITES = {"open": 0, "os.mkdir": 0, "os.rename": 1, "os.remove": 0, "os.rmdir": 0, "os.symlink": 1, "os.link": 1}

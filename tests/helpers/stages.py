@@ -11,10 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
-
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from unittest.mock import MagicMock, patch
 
 from mmrl.config import (
     EvalConfig,
@@ -42,7 +39,8 @@ from mmrl.trainer.adapters import make_adapters
 from mmrl.trainer.settings import Settings
 from mmrl.trainer.trl_trainer import MmrlTrainer
 from tests.config.effects import nested
-from tests.helpers.programs import Chain, FakeEngine, FakeTask, seeded_letter
+from tests.helpers.engines import model
+from tests.helpers.programs import Chain, FakeEngine, FakeTask, filled, seeded_letter
 from tests.models.test_models import make_tokenizer
 
 MODEL = ModelConfig(name="tiny", path="tiny_dspy")
@@ -96,7 +94,7 @@ def proposal(messages: Any, seed: int) -> str | None:
         return json.dumps({"reasoning": "as it says", "new_instruction": f"Do well, {seed % 1000}."})
     for name in ("proposed_instruction", "observations", "summary", "program_description", "module_description"):
         if f"[[ ## {name} ## ]]" in last or f"`{name}`" in last:
-            return field(name, f"Classify it, {name} {seed % 1000}.") + "[[ ## completed ## ]]"
+            return filled(**{name: f"Classify it, {name} {seed % 1000}."})
     return None
 
 
@@ -107,7 +105,7 @@ def banking(items: int = 24, **options: Any) -> Any:
 
 
 def labelled(task: Any, label: str) -> str:
-    return field("reasoning", "as it says") + field("label", label) + "[[ ## completed ## ]]"
+    return filled(reasoning="as it says", label=label)
 
 
 def text_in(messages: Any) -> str:
@@ -157,8 +155,7 @@ def prompt_stage(folder: Path, task: Any, engine: Any, algo: str, seed: int = 3,
     config, built = task
     there = (folder / "config.yaml").exists()
     rundir = RunDir.open(folder) if there else RunDir.create(folder, {"seed": seed, "algo": {"name": algo}}, ["mmrl"])
-    quiet = SimpleNamespace(step=lambda *_: None, note=lambda *_: None, status=lambda *_: None)
-    log = StepLog(rundir=rundir, progress=quiet, trackers=SimpleNamespace(calls=0, log=lambda *_: None))
+    log = StepLog(rundir=rundir, progress=MagicMock(), trackers=MagicMock(calls=0))
     return PromptStage(
         config=prompt_command(config, algo, seed, **options),
         task=built,
@@ -219,12 +216,10 @@ def shown(module: str, content: str, completion: str) -> Demonstration:
     return Demonstration(module=module, messages=[{"role": "user", "content": content}], completion=completion)
 
 
-def new_model(context: int = 256) -> Qwen3ForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": True}
-    config = Qwen3Config(vocab_size=len(TOKENIZER), max_position_embeddings=context, **sizes, **heads)
-    return Qwen3ForCausalLM(config)
+def new_model(context: int = 256) -> Any:
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+    ends = {"eos_token_id": None, "pad_token_id": None}
+    return model(scale=0.02, vocab_size=len(TOKENIZER), max_position_embeddings=context, **heads, **ends).train()
 
 
 def weights(model):

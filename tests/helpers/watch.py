@@ -8,9 +8,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from tests.helpers import TOP
@@ -19,23 +18,29 @@ LIMIT_S = 60
 
 
 @contextmanager
-def terminates() -> Iterator[None]:
+def stopped_after(seconds: float, error: BaseException, timer: int, number: signal.Signals) -> Iterator[None]:
+    """Raise `error` in what runs longer by a timer, which sends signal `number`."""
+
+    def stop(*_: object) -> None:
+        raise error
+
+    before = signal.signal(number, stop)
+    signal.setitimer(timer, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(timer, 0)
+        signal.signal(number, before)
+
+
+def terminates() -> AbstractContextManager[None]:
     """Fails after a minute of processor time.
 
     What runs inside takes milliseconds if it reads its input once, and hours if it reads it once for each of its
     characters: the limit lies far from both, so that a slow or busy machine changes nothing.
     """
-
-    def fail(number: int, frame: FrameType | None) -> None:
-        raise AssertionError(f"still running after {LIMIT_S} s of processor time")
-
-    before = signal.signal(signal.SIGPROF, fail)
-    signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, before)
+    error = AssertionError(f"still running after {LIMIT_S} s of processor time")
+    return stopped_after(LIMIT_S, error, signal.ITIMER_PROF, signal.SIGPROF)
 
 
 def started(*words: str, **options: Any) -> subprocess.Popen[str]:

@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
+from itertools import count
 
 import numpy as np
 import pytest
@@ -28,7 +29,8 @@ from mmrl.rollout.plans import (
 )
 from mmrl.rollout.sample import sample
 from mmrl.stages.step_metrics import forest_metrics
-from mmrl.tasks.base import ModuleScore, Score
+from mmrl.tasks.base import ModuleScore, Reply, Score
+from mmrl.tasks.dspy.own import FunctionProgram
 from tests.engines.test_batcher import Counter
 from tests.helpers.programs import (
     Chain,
@@ -74,14 +76,6 @@ def test_a_fork_shares_its_prefix_and_samples_one_prompt():
     assert {r.fork for r in forest.rollouts} == {"b"}
 
 
-def test_over_sampling_forks_the_last_module_of_each_branch():
-    forest, _ = run_program(Chain(), fork_on_first(MODULES, 2, last_width=3))
-    for call in (c for c in forest.calls.values() if c.module == "b"):
-        leaves = [forest.calls[child] for child in forest.children[call.id]]
-        assert len(leaves) == 3
-        assert len({leaf.prompt_ids for leaf in leaves}) == 1
-
-
 def test_parents_come_before_children_and_ids_are_unique():
     forest, _ = run_program(Chain(), independent_sampling(MODULES, 2), examples=3)
     seen = set()
@@ -98,25 +92,20 @@ def test_round_robin_draws_by_probability_and_key():
     assert drawn[:50] == [round_robin(MODULES, 4, (0.7, 0.1, 0.2), (0, 1, f"q{i}"))[0].fork_name for i in range(50)]
 
 
-@dataclass
-class Walk:
+async def walk(example, ctx):
     """Calls `a` two to four times, as its first answer says, and uses a tool after each."""
-
-    modules: tuple[str, ...] = ("a",)
-
-    async def run(self, example, ctx):
-        text = ""
-        for _ in range(4):
-            reply = await ctx.call("a", [{"role": "user", "content": f"{example.id}:{text}"}])
-            text += reply.text + await ctx.tool("echo", text="+")
-            if len(text) >= 4 + ord(text[0]) % 3 * 2:
-                break
-        return text
+    text = ""
+    for _ in range(4):
+        reply = await ctx.call("a", [{"role": "user", "content": f"{example.id}:{text}"}])
+        text += reply.text + await ctx.tool("echo", text="+")
+        if len(text) >= 4 + ord(text[0]) % 3 * 2:
+            break
+    return text
 
 
-def growing(nodes=3, rounds=2, keep=5, trees=2, pause=lambda: 0.0):
-    plan = (Tree(growth=Growth(rounds, nodes, keep, (0, 1, "q"))),) * trees
-    return run_program(Walk(), plan, examples=3, pause=pause)
+def growing(keep=5, **options):
+    plan = (Tree(growth=Growth(2, 3, keep, (0, 1, "q"))),) * 2
+    return run_program(FunctionProgram(walk, ("a",)), plan, examples=3, **options)
 
 
 def test_trees_grow_from_drawn_calls_and_keep_leaves():
@@ -149,14 +138,9 @@ def test_timing_changes_nothing(rolled):
     assert calm.calls == shaken.calls and list(calm.calls) == list(shaken.calls) and calm.rollouts == shaken.rollouts
 
 
-def exchanged(modules, reply="z", program=None, **task_fields):
-    plan = (Tree(exchange=Exchange(modules, reply)),) * 3
-    return run_program(program or Chain(), plan, examples=2, **task_fields)
-
-
 def test_a_rollout_is_played_again_with_replies_exchanged():
     plain, before = run_program(Chain(), independent(3), examples=2)
-    forest, engine = exchanged(("a", "b"))
+    forest, engine = run_program(Chain(), (Tree(exchange=Exchange(("a", "b"), "z")),) * 3, examples=2)
     assert forest.calls == plain.calls, "what is played again is in no forest"
     bare = [replace(rollout, counterfactuals={}, calls_again=0) for rollout in forest.rollouts]
     assert bare == list(plain.rollouts)
@@ -202,8 +186,8 @@ def test_a_second_play_may_be_another_programs(monkeypatch):
 
 
 def test_a_module_that_was_not_called_has_no_counterfactual():
-    forest, _ = exchanged(("b",), program=Chain(("a",)))
-    assert all(rollout.counterfactuals == {} for rollout in forest.rollouts)
+    forest, _ = run_program(Chain(("a",)), (Tree(exchange=Exchange(("b",))),))
+    assert forest.rollouts[0].counterfactuals == {}
 
 
 def test_all_rollouts_of_a_step_run_at_once():
@@ -226,45 +210,33 @@ def test_all_rollouts_of_a_step_run_at_once():
     assert len(forest.rollouts) == 32 and not any(rollout.error for rollout in forest.rollouts)
 
 
-@dataclass
-class Loop:
-    """Calls `a` until it says 'n', up to five times, and `b` in between: invocations and turns are counted."""
-
-    modules: tuple[str, ...] = ("a", "b")
-
-    async def run(self, example, ctx):
-        for _ in range(3):
-            await ctx.call("a", [{"role": "user", "content": "x"}])
-        await ctx.call("b", [{"role": "user", "content": "y"}])
-        return "a"
-
-
 def test_invocations_count_per_module_and_forks_are_at_the_first():
-    forest, _ = run_program(Loop(), fork_on("a", 2))
+    async def loop(example, ctx):
+        for module in "aaab":
+            await ctx.call(module, [{"role": "user", "content": "x"}])
+
+    forest, _ = run_program(FunctionProgram(loop, ("a", "b")), fork_on("a", 2))
     path = forest.path(forest.rollouts[1])
     assert [(c.module, c.invocation) for c in path] == [("a", 0), ("a", 1), ("a", 2), ("b", 0)]
     assert len(forest.calls) == 8
 
 
-@dataclass
-class Picky:
+async def picky(example, ctx):
     """Its only module must say 'a'; anything else cannot be parsed."""
 
-    modules: tuple[str, ...] = ("a",)
+    def parse(text):
+        if text != "a":
+            raise ParseFailure("expected a", present=1, expected=2)
+        return text
 
-    async def run(self, example, ctx):
-        def parse(text):
-            if text != "a":
-                raise ParseFailure("expected a", present=1, expected=2)
-            return text
+    return (await ctx.call("a", [{"role": "user", "content": "x"}], parse=parse)).parsed
 
-        return (await ctx.call("a", [{"role": "user", "content": "x"}], parse=parse)).parsed
+
+PICKY = FunctionProgram(picky, ("a",))
 
 
 def test_a_parse_failure_is_a_typed_rollout_with_the_failure_score():
-    forest, engine = run_program(
-        Picky(), independent(1), answer=lambda r: "z", settings={"parse_retries": 2}, failure_score=-0.25
-    )
+    forest, engine = run_program(PICKY, answer=lambda r: "z", settings={"parse_retries": 2}, failure_score=-0.25)
     (rollout,) = forest.rollouts
     (call,) = forest.calls.values()
     assert (rollout.error, rollout.reward) == ("parse", -0.25)
@@ -277,7 +249,7 @@ def test_a_parse_failure_is_a_typed_rollout_with_the_failure_score():
 def test_a_reply_that_would_be_the_same_again_is_sampled_once(temperature, repeats, attempts):
     engine = FakeEngine(answer=lambda r: "z")
     engine.repeats_greedy = repeats
-    env = environment(FakeTask(Picky()), engine, retries=2)
+    env = environment(FakeTask(PICKY), engine, retries=2)
     env.settings = replace(env.settings, temperature=temperature)
     forest = forest_of(env)
     assert [call.attempts for call in forest.calls.values()] == [len(engine.requests)] == [attempts]
@@ -285,7 +257,7 @@ def test_a_reply_that_would_be_the_same_again_is_sampled_once(temperature, repea
 
 def test_only_the_attempt_that_parsed_is_recorded():
     texts = iter(["z", "a"])
-    forest, _ = run_program(Picky(), independent(1), answer=lambda r: next(texts), settings={"parse_retries": 2})
+    forest, _ = run_program(PICKY, answer=lambda r: next(texts), settings={"parse_retries": 2})
     (call,) = forest.calls.values()
     assert (call.text, call.ok, call.attempts) == ("a", True, 2)
     assert forest.rollouts[0].error is None
@@ -352,12 +324,10 @@ def test_sigterm_inside_a_program_ends_the_process():
 
 
 def test_a_prediction_is_recorded_as_json_values():
-    class Dated(Chain):
-        async def run(self, example, ctx):
-            await super().run(example, ctx)
-            return {"day": date(2026, 11, 28), "found": {1}, "score": np.float32(0.5), "lone": "\ud800"}
+    async def dated(example, ctx):
+        return {"day": date(2026, 11, 28), "found": {1}, "score": np.float32(0.5), "lone": "\ud800"}
 
-    forest, _ = run_program(Dated(), independent(1))
+    forest, _ = run_program(FunctionProgram(dated, ()))
     assert forest.rollouts[0].prediction == {"day": "2026-11-28", "found": [1], "score": 0.5, "lone": "\ud800"}
 
 
@@ -365,19 +335,9 @@ def test_an_engine_error_is_typed():
     def explode(request):
         raise RuntimeError("out of memory")
 
-    forest, _ = run_program(Chain(), independent(1), answer=explode)
+    forest, _ = run_program(Chain(), answer=explode)
     assert (forest.rollouts[0].error, forest.rollouts[0].leaf) == ("engine", None)
     assert "out of memory" in forest.rollouts[0].error_message
-
-
-@pytest.mark.parametrize("name", ["n", "", "f1_low", "model_failed", "module/a"])
-def test_a_metric_with_the_name_of_another_number_is_a_failure_of_the_reward(name):
-    class Named(FakeTask):
-        def score(self, example, prediction, path, reward_set):
-            return Score(reward=1.0, metrics={name: 7.0, "words": 1.0})
-
-    (rollout,) = run_program(Chain(), independent(1), kind=Named)[0].rollouts
-    assert rollout.error == "reward" and f"the metric names '{name}' are mmrl's own" in rollout.error_message
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e101, -1.7e308, 10**400, "0.5", 1j])
@@ -388,48 +348,35 @@ def test_a_reward_that_is_no_finite_number_of_bounded_size_is_a_failure_of_the_r
     assert scored_rollouts(forest) == [], "credit goes on without them"
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e200, "text"])
-@pytest.mark.parametrize("field", ["metrics", "parts", "turn_rewards"])
-def test_every_other_number_of_a_score_is_held_to_the_same(value, field):
-    class Beside(FakeTask):
-        def score(self, example, prediction, path, reward_set):
-            return Score(reward=1.0, **{field: {path[0].id: value}})
+NAMES, NUMBERS = ("n", "", "f1_low", "model_failed", "module/a"), (float("nan"), float("inf"), 1e200, "text")
 
-    (rollout,) = run_program(Chain(), independent(1), kind=Beside)[0].rollouts
+
+@pytest.mark.parametrize(
+    ("scored", "says"),
+    [
+        *(({"metrics": {name: 7.0}}, f"names '{name}' are mmrl's own") for name in NAMES),
+        *(({field: {"x": value}}, "for x") for field in ("metrics", "parts", "turn_rewards") for value in NUMBERS),
+    ],
+)
+def test_every_other_number_of_a_score_is_held_to_the_same(scored, says, monkeypatch):
+    monkeypatch.setattr(FakeTask, "score", lambda *_: Score(reward=1.0, **scored))
+    (rollout,) = run_program(Chain())[0].rollouts
     assert (rollout.error, rollout.reward, dict(rollout.metrics)) == ("reward", None, {})
+    assert says in rollout.error_message
 
 
 @pytest.mark.parametrize("score", [ModuleScore(penalty=-1e101), ModuleScore(facts={"words": float("nan")})])
-def test_numbers_of_a_call_are_held_to_the_same(score):
-    class Judging(FakeTask):
-        def score_call(self, call):
-            return score
-
-    forest, _ = run_program(Chain(), independent(1), kind=Judging)
+def test_numbers_of_a_call_are_held_to_the_same(score, monkeypatch):
+    monkeypatch.setattr(FakeTask, "score_call", lambda *_: score)
+    forest, _ = run_program(Chain())
     assert [(r.error, r.reward) for r in forest.rollouts] == [("reward", None)]
 
 
 def test_numbers_of_arrays_become_plain_ones():
-    forest, _ = run_program(Chain(), independent(1), reward=lambda prediction: np.float32(0.5))
+    forest, _ = run_program(Chain(), reward=lambda prediction: np.float32(0.5))
     (rollout,) = forest.rollouts
     assert (rollout.reward, rollout.metrics["score"]) == (0.5, 0.5)
     assert (type(rollout.reward), type(rollout.metrics["score"])) == (float, float)
-
-
-class Fickle:
-    """Asks for something else, or for less, when it is run again: it depends on more than its example and ctx."""
-
-    modules = ("a", "b")
-
-    def __init__(self, ends):
-        self.ends, self.runs = ends, 0
-
-    async def run(self, example, ctx):
-        self.runs += 1
-        if not self.ends or self.runs == 1:
-            await ctx.call("a", [{"role": "user", "content": f"run {self.runs}"}])
-            await ctx.call("b", [{"role": "user", "content": "x"}])
-        return "a"
 
 
 @pytest.mark.parametrize(
@@ -437,28 +384,31 @@ class Fickle:
     [(False, "made call 'a' with other input as its request 1;"), (True, "ended without call 'a', its request 1;")],
 )
 def test_a_program_that_diverges_from_its_tape_is_an_error_that_says_where(ends, says):
-    forest, _ = run_program(Fickle(ends), fork_on("b", 2))
+    runs = count(1)
+
+    async def fickle(example, ctx):
+        """Asks for something else, or for less, when it is run again."""
+        run = next(runs)
+        if not ends or run == 1:
+            await ctx.call("a", [{"role": "user", "content": f"run {run}"}])
+            await ctx.call("b", [{"role": "user", "content": "x"}])
+
+    forest, _ = run_program(FunctionProgram(fickle, ("a", "b")), fork_on("b", 2))
     (diverged,) = [r for r in forest.rollouts if r.error]
     assert (diverged.error, diverged.reward) == ("replay", None) and says in diverged.error_message
 
 
-@dataclass
-class Parallel:
+async def parallel(example, ctx):
     """Two calls at once, then one that sees both."""
-
-    modules: tuple[str, ...] = ("a", "b", "c")
-
-    async def run(self, example, ctx):
-        left, right = await asyncio.gather(
-            ctx.call("a", [{"role": "user", "content": "l"}]), ctx.call("b", [{"role": "user", "content": "r"}])
-        )
-        return (await ctx.call("c", [{"role": "user", "content": left.text + right.text}])).text
+    left, right = await asyncio.gather(*(ctx.call(module, [{"role": "user", "content": module}]) for module in "ab"))
+    return (await ctx.call("c", [{"role": "user", "content": left.text + right.text}])).text
 
 
-@pytest.mark.parametrize("module", ["a", "b", "c"])
+@pytest.mark.parametrize("module", MODULES)
 def test_programs_with_concurrent_calls_fork_too(module):
     jitter = random.Random(1)
-    forest, _ = run_program(Parallel(), fork_on(module, 3), pause=lambda: jitter.random() / 50)
+    program = FunctionProgram(parallel, MODULES)
+    forest, _ = run_program(program, fork_on(module, 3), pause=lambda: jitter.random() / 50)
     assert len(forest.rollouts) == 3
     assert not [r.error for r in forest.rollouts if r.error]
     for rollout in forest.rollouts:
@@ -502,23 +452,15 @@ def test_of_concurrent_calls_either_may_end_first(lengths, first):
     assert engine.live == 0
 
 
-@dataclass
-class Turns:
-    """Two turns in one context with an observation between them, then a call of its own."""
-
-    modules: tuple[str, ...] = ("agent",)
-
-    async def run(self, example, ctx):
-        first = await ctx.call("agent", [{"role": "user", "content": "go"}])
-        found = await ctx.tool("echo", text="[seen]")
-        second = await ctx.call("agent", found, after=first, max_observation=4)
-        await ctx.call("agent", [{"role": "user", "content": "new"}])
-        return second.text
-
-
 @pytest.mark.parametrize("plans", [independent(1), fork_on("agent", 2)])
 def test_a_turn_goes_on_token_for_token_after_the_one_before(plans):
-    forest, _ = run_program(Turns(), plans)
+    async def turns(example, ctx):
+        first = await ctx.call("agent", [{"role": "user", "content": "go"}])
+        found = await ctx.tool("echo", text="[seen]")
+        await ctx.call("agent", found, after=first, max_observation=4)
+        await ctx.call("agent", [{"role": "user", "content": "new"}])
+
+    forest, _ = run_program(FunctionProgram(turns, ("agent",)), plans)
     for rollout in forest.rollouts:
         first, second, own = forest.path(rollout)
         assert spelled(second.prompt_ids) == "go" + first.text + "[see"
@@ -527,54 +469,37 @@ def test_a_turn_goes_on_token_for_token_after_the_one_before(plans):
         assert [first.invocation, second.invocation, own.invocation] == [0, 1, 2]
 
 
-class Impostor:
-    modules = ("agent",)
-
-    async def run(self, example, ctx):
-        from mmrl.tasks.base import Reply
-
+def test_only_a_reply_of_this_rollout_can_be_continued():
+    async def impostor(example, ctx):
         await ctx.call("agent", "text", after=Reply(text="", parsed=None, finish="eos", context=(1, 2)))
 
-
-def test_only_a_reply_of_this_rollout_can_be_continued():
-    forest, _ = run_program(Impostor(), independent(1))
+    forest, _ = run_program(FunctionProgram(impostor, ("agent",)))
     assert forest.rollouts[0].error == "program"
     assert "after=" in forest.rollouts[0].error_message
 
 
 def test_penalties_and_facts_come_from_the_task():
-    forest, _ = run_program(Chain(), independent(1), answer=lambda r: "z")
+    forest, _ = run_program(Chain(), answer=lambda r: "z")
     assert [c.penalty for c in forest.calls.values()] == [-0.5] * 3
     assert all(c.facts == {"words": 1} for c in forest.calls.values())
-
-
-class Searching:
-    """Searches twice; each search finds as many documents as its name says."""
-
-    modules = ("a",)
-
-    def __init__(self, *names):
-        self.names = names
-
-    async def run(self, example, ctx):
-        await ctx.call("a", [{"role": "user", "content": "q"}])
-        for name in self.names:
-            await ctx.tool(name)
-        return "x"
 
 
 @pytest.mark.parametrize(
     ("names", "share"), [(("two", "two"), None), (("none", "two"), 0.5), (("none", "none"), 1.0), (("text",), None)]
 )
 def test_searches_that_find_nothing_are_counted(names, share):
+    async def searching(example, ctx):
+        """Each search finds as many documents as its name says."""
+        for name in names:
+            await ctx.tool(name)
+
     tools = {"two": lambda: ["d1", "d2"], "none": list, "text": str}
-    forest, _ = run_program(Searching(*names), independent(2), tools=tools)
-    for rollout in forest.rollouts:
-        assert rollout.metrics.get("empty_searches") == share and rollout.error is None
+    (rollout,) = run_program(FunctionProgram(searching, ()), tools=tools)[0].rollouts
+    assert rollout.metrics.get("empty_searches") == share and rollout.error is None
 
 
 def test_examples_do_not_share_seeds():
-    forest, _ = run_program(Chain(("a",)), independent(1), answer=lambda r: chr(97 + r.sampling.seed % 26), examples=8)
+    forest, _ = run_program(Chain(("a",)), answer=lambda r: chr(97 + r.sampling.seed % 26), examples=8)
     assert len({c.text for c in forest.calls.values()}) > 3
     assert forest.examples == tuple(f"q{i}" for i in range(8))
 
@@ -588,12 +513,8 @@ def test_examples_do_not_share_seeds():
     ],
 )
 def test_facts_that_no_metric_can_take_are_a_failure_of_the_program(name, value, says):
-    class Program:
-        modules = ("a",)
+    async def program(example, ctx):
+        await ctx.call("a", [{"role": "user", "content": "x"}], facts={name: value})
 
-        async def run(self, example, ctx):
-            return (await ctx.call("a", [{"role": "user", "content": "x"}], facts={name: value})).text
-
-    forest, _ = run_program(Program())
-    assert {rollout.error for rollout in forest.rollouts} == {"program"}
-    assert all(says in rollout.error_message for rollout in forest.rollouts)
+    (rollout,) = run_program(FunctionProgram(program, ("a",)))[0].rollouts
+    assert rollout.error == "program" and says in rollout.error_message

@@ -8,6 +8,7 @@ from mmrl.algorithms import ALGORITHMS
 from mmrl.config.algo import MmgrpoConfig
 from mmrl.errors import ParseFailure
 from mmrl.rollout.environment import Teacher
+from mmrl.tasks.dspy.own import FunctionProgram
 from tests.helpers.programs import Chain, FakeEngine, FakeTask, environment, forest_of, letters, seeded_letter, spelled
 
 
@@ -100,12 +101,11 @@ def test_outside_failures_of_a_teacher_are_never_credited():
 
 
 def test_a_crash_of_the_teachers_own_code_is_its_own():
-    class Crashes(Instructed):
-        async def run(self, example, ctx):
-            await ctx.call("a", [{"role": "user", "content": "?"}])
-            raise KeyError("oops")
+    async def crashes(example, ctx):
+        await ctx.call("a", [{"role": "user", "content": "?"}])
+        raise KeyError("oops")
 
-    forest, *_ = run(teacher_program=Crashes())
+    forest, *_ = run(teacher_program=FunctionProgram(crashes, ("a",)))
     failed = [rollout for rollout in forest.rollouts if rollout.teacher]
     assert [rollout.error for rollout in failed] == ["program", "program"] and "oops" in failed[0].error_message
 

@@ -5,17 +5,14 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
-from urllib.request import urlopen
 
 import pytest
 
 from mmrl.cli import main
-from mmrl.system.child_process import free_port
+from mmrl.system.child_process import ChildProcess, free_port
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "first-hour.md"
@@ -71,31 +68,19 @@ def run(command: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> str:
     return "".join(capfd.readouterr())
 
 
-def serve(command: str, log: Path) -> subprocess.Popen[bytes]:
-    words = shlex.split(command)[1:]
-    address = f"http://127.0.0.1:{next(word for word in words if word.startswith('port=')).partition('=')[2]}/health"
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), *words],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            cwd=log.parent,
-            env=ENVIRONMENT,
-        )
-    for _ in range(1200):
-        assert process.poll() is None, log.read_text()
-        try:
-            urlopen(address, timeout=5).close()
-            return process
-        except OSError:
-            time.sleep(0.1)
-    raise AssertionError(log.read_text())
+def serve(command: str, port: int) -> ChildProcess:
+    words = [sys.executable, str(SCRIPT), *shlex.split(command)[1:]]
+    server = ChildProcess(lambda port: words, log=Path("serve.log").absolute(), timeout_s=120, env=ENVIRONMENT)
+    server.port = port
+    server.start()
+    return server
 
 
 @pytest.mark.slow
 def test_the_page_runs(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    page = PAGE.read_text(encoding="utf-8").replace(PORT, str(free_port()))
+    port = free_port()
+    page = PAGE.read_text(encoding="utf-8").replace(PORT, str(port))
     servers = []
     try:
         for language, text in blocks(page):
@@ -106,13 +91,12 @@ def test_the_page_runs(tmp_path, monkeypatch, capfd):
                 continue
             for command, expected in commands(text):
                 if command.endswith(" &"):
-                    servers.append(serve(command.removesuffix(" &"), tmp_path / "serve.log"))
-                    output = (tmp_path / "serve.log").read_text()
+                    servers.append(serve(command.removesuffix(" &"), port))
+                    output = servers[-1].log.read_text()
                 else:
                     output = run(command, tmp_path, capfd)
                 missing = printed([line for line in expected if line != "…"], output)
                 assert not missing, f"{command}\n{missing}\n{output}"
     finally:
-        for process in servers:
-            process.send_signal(signal.SIGTERM)
-            process.wait(30)
+        for server in servers:
+            server.stop()

@@ -112,13 +112,10 @@ def test_drills_can_be_answered_from_their_documents():
 
 
 def test_other_worlds_are_other_worlds():
-    one, other = (build.build_tasks(("hotpotqa",), seed)[0] for seed in (WORLD_SEED, 1))
-    assert [e.inputs["question"] for e in one.examples("dev")] == [
-        q["inputs"]["question"] for q in make_questions("dev")
-    ]
-    assert [e.inputs["question"] for e in other.examples("dev")] == [
-        q["inputs"]["question"] for q in make_questions("dev", 1)
-    ]
+    for seed in (WORLD_SEED, 1):
+        (task,) = build.build_tasks(("hotpotqa",), seed)
+        asked = [question["inputs"]["question"] for question in make_questions("dev", seed)]
+        assert [example.inputs["question"] for example in task.examples("dev")] == asked
 
 
 # tests/agents plays tiny_agent, whose program needs an SDK.
@@ -167,22 +164,24 @@ def _asked(question):
     )
 
 
+NAMES = ("Dakon", "Lume", "Peres")
+ASKED = [_asked(f"Please send it back to {name} Works?") for name in NAMES * 12]
+
+
 def test_stock_phrases_are_instructions_tags_and_runs_of_small_words_but_no_names():
-    shown = [_asked(f"Please send it back to {name} Works?") for name in ("Dakon", "Lume", "Peres") * 12]
-    found = stock_phrases(shown, {"Dakon", "Lume", "Peres", "Works"})
-    assert found[0] == shown[0].messages[0]["content"]
+    found = stock_phrases(ASKED, {*NAMES, "Works"})
+    assert found[0] == ASKED[0].messages[0]["content"]
     assert {"[[ ## q ## ]]\n", "[[ ## a ## ]]\n", "Please send it back to"} >= set(found) - {found[0], "no"}
-    assert "Please send it back to" not in stock_phrases(shown)
+    assert "Please send it back to" not in stock_phrases(ASKED)
     assert not [phrase for phrase in found[1:] if "Dakon" in phrase or "Works" in phrase]
 
 
 def test_a_grown_tokenizer_writes_stock_phrases_as_one_token_and_all_else_as_before():
     tokenizer, model = load_tokenizer(CONFIG), load_model(CONFIG, "cpu")
-    shown = [_asked(f"Please send it back to {name} Works?") for name in ("Dakon", "Lume", "Peres") * 12]
     before, plain = len(tokenizer), "Who directed the film Silent Dakon?\n"
     ids = encode_text(tokenizer, plain)
     logits = model(input_ids=torch.tensor([ids])).logits
-    phrases = extend(tokenizer, model, shown, {"Dakon", "Lume", "Peres", "Works"}, 0)
+    phrases = extend(tokenizer, model, ASKED, {*NAMES, "Works"}, 0)
     assert len(tokenizer) == before + len(phrases) == model.config.vocab_size
     assert all(len(encode_text(tokenizer, phrase)) == 1 for phrase in phrases)
     assert encode_text(tokenizer, plain) == ids

@@ -73,7 +73,7 @@ def test_certificates_are_checked_whatever_the_first_address_is() -> None:
 
     async def connected(client: HttpClient) -> tuple[bool, object]:
         made = client._connect()
-        context = made._transport._pool._ssl_context  # type: ignore[attr-defined]
+        context = made._transport._pool._ssl_context
         await made.aclose()
         return context.check_hostname, context.verify_mode
 

@@ -93,17 +93,16 @@ def test_an_address_that_others_reach_needs_a_token(host, tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RETRIEVER_TOKEN", raising=False)
     assert not is_loopback(host)
-    assert main(["serve-retriever", "index=nowhere", f"host={host}"]) == 2
-    assert "host: got" in capsys.readouterr().err
-    assert main(["serve-retriever", "index=nowhere", f"host={host}", "token_env=RETRIEVER_TOKEN"]) == 2
-    assert "token_env: the environment variable RETRIEVER_TOKEN is not set" in capsys.readouterr().err
-    monkeypatch.setenv("RETRIEVER_TOKEN", "short")
-    assert main(["serve-retriever", "index=nowhere", f"host={host}", "token_env=RETRIEVER_TOKEN"]) == 2
-    assert "holds no token" in capsys.readouterr().err
-    monkeypatch.setenv("RETRIEVER_TOKEN", TOKEN)
-    assert main(["serve-retriever", "index=nowhere", f"host={host}", "token_env=RETRIEVER_TOKEN"]) == 2
-    shown = capsys.readouterr().err
-    assert "nowhere" in shown and TOKEN not in shown  # the index is looked for once the rest is right
+    line = ["serve-retriever", "index=nowhere", f"host={host}"]
+    assert main(line) == 2 and "host: got" in capsys.readouterr().err
+    unset = "token_env: the environment variable RETRIEVER_TOKEN is not set"
+    # the index is looked for once the rest is right
+    for token, says in ((None, unset), ("short", "holds no token"), (TOKEN, "nowhere")):
+        if token is not None:
+            monkeypatch.setenv("RETRIEVER_TOKEN", token)
+        assert main([*line, "token_env=RETRIEVER_TOKEN"]) == 2
+        shown = capsys.readouterr().err
+        assert says in shown and TOKEN not in shown
 
 
 def test_loopback_addresses_need_no_token():

@@ -77,8 +77,7 @@ class Host:
         """See `mmrl.tasks.dspy.tools.Host.tool`."""
         self.raise_failure()
         with self._first_failure():
-            result: object = await self.ctx.tool(name, **arguments)
-            return result
+            return await self.ctx.tool(name, **arguments)
 
     async def remember(
         self, name: str, arguments: Mapping[str, object], run: Callable[[], Awaitable[object]]
@@ -86,8 +85,7 @@ class Host:
         """Call the rollout's `Context.remember`, for tools of the program's own."""
         self.raise_failure()
         with self._first_failure():
-            result: object = await self.ctx.remember(name, arguments, run)
-            return result
+            return await self.ctx.remember(name, arguments, run)
 
     def wait(self, coroutine: Coroutine[object, object, T]) -> T:
         """See `mmrl.tasks.dspy.tools.Host.wait`."""

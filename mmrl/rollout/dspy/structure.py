@@ -40,7 +40,8 @@ class Structure:
 
     def __init__(self, module: dspy.Module):
         predictors = module.named_predictors()
-        self._refines = {id(part): path for path, part in _parts(module, dspy.Refine)}
+        # Path of each `dspy.Refine`, wherever it is; the program itself is `self`.
+        self._refines = {id(part): path for path, part in module.named_sub_modules(dspy.Refine)}
         self._feedback = tuple(f"{path}.{FEEDBACK}".removeprefix("self.") for path in self._refines.values())
         problems = list(_problems(module, predictors))
         if problems:
@@ -91,7 +92,8 @@ def option_problem(name: str, options: Mapping[str, object]) -> str | None:
 def _problems(module: dspy.Module, predictors: Sequence[tuple[str, dspy.Predict]]) -> Iterator[str]:
     kind = type(module).__name__
     named_ids = {id(predictor) for _, predictor in predictors}
-    hidden = [path.removeprefix("self.") for path, part in _parts(module, dspy.Predict) if id(part) not in named_ids]
+    every = module.named_sub_modules(dspy.Predict)
+    hidden = [path.removeprefix("self.") for path, part in every if id(part) not in named_ids]
     if hidden:
         yield (
             f"{', '.join(hidden)} would not be trained: DSPy does not list predictors of modules that are marked as "
@@ -109,8 +111,3 @@ def _problems(module: dspy.Module, predictors: Sequence[tuple[str, dspy.Predict]
             yield problem
     if isinstance(dspy.settings.adapter, dspy.TwoStepAdapter):
         yield "TwoStepAdapter asks a second model to read each reply, whose calls would not be recorded; use another"
-
-
-def _parts(module: dspy.Module, kind: type[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield path -> each object of a kind in a program, wherever it is; the program itself is `self`."""
-    yield from module.named_sub_modules(kind)

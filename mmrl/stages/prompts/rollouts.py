@@ -267,11 +267,8 @@ class Rollouts:
         # Without the candidate: candidates are compared on the same draws.
         key: rng.Key = (stage.config.seed, "prompts", *need.draw)
         env = make_environment(task, stage.engine, stage.tokenizer, settings, key)
-        started = self.sampling.start()
-        try:
+        with self.sampling.running():
             forest = await sample(env, [(self._examples[need.example], (Tree(),))], stage.reward_set)
-        finally:
-            self.sampling.end(started)
         (rollout,) = forest.rollouts
         calls = forest.path(rollout)
         result = {

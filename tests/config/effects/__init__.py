@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from inspect import get_annotations
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
+from unittest.mock import patch
 
 import httpx
 from pydantic import BaseModel
@@ -32,7 +33,9 @@ from mmrl.config import (
 )
 from mmrl.config.other_stages import PROMPT_SCHEMAS, SftConfig
 from mmrl.config.tasks import BUILT_IN
+from mmrl.config.validate import _sections_of
 from mmrl.tasks import TASKS
+from tests.fuzz.data import RECORDS
 from tests.helpers.programs import saved
 
 Options = dict[str, Any]
@@ -84,7 +87,7 @@ EFFECTS: dict[tuple[str, str], Effect] = {}
 def leaves_of(schema: type[BaseModel]) -> Iterator[str]:
     """Paths of everything that can be set in a section; sections below are walked through."""
     for key, field in schema.model_fields.items():
-        below = next(_sections(field.annotation), None)
+        below = next(_sections_of(field.annotation), None)
         if key == "retriever":
             yield from (f"retriever.{shared}" for shared in SHARED)
         elif key in CHOSEN and below is not None:
@@ -93,14 +96,6 @@ def leaves_of(schema: type[BaseModel]) -> Iterator[str]:
             yield key
         else:
             yield from (f"{key}.{leaf}" for leaf in leaves_of(below))
-
-
-def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for argument in get_args(annotation):
-        if not isinstance(argument, str):
-            yield from _sections(argument)
 
 
 def all_leaves() -> list[tuple[str, str]]:
@@ -192,11 +187,18 @@ class Body(httpx.AsyncByteStream):
 
 @dataclass
 class Busy:
-    """How many requests are under way at a server; whether each takes its time is what shows what `key` does."""
+    """A server that stands where httpx sends; how many requests are under way at it, and whether each takes its time,
+    is what shows what `key` does."""
 
     key: str
     in_flight: int = 0
     most: int = 0
+
+    async def send(self, request: httpx.Request) -> httpx.Response:
+        raise NotImplementedError
+
+    def in_place(self) -> Any:
+        return patch.object(httpx.AsyncClient, "send", lambda client, request, **more: self.send(request))
 
     async def wait(self) -> None:
         self.in_flight += 1
@@ -209,47 +211,17 @@ class Busy:
         self.in_flight -= 1
 
 
-def records_of(name: str, start: int) -> list[dict[str, Any]]:
-    numbers = range(start, start + 8)
-    if name == "banking77":
-        return [{"text": f"text {n}", "category": f"label {n % 2}"} for n in numbers]
-    if name == "papillon":
-        return [{"user_query": f"query {n}", "target_response": f"target {n}", "pii_units": "ann"} for n in numbers]
-    if name == "hover":
-        return [
-            {
-                "uid": f"u{n}",
-                "claim": f"claim {n}",
-                "supporting_facts": [["Lisbon", 0], ["Porto", 0]],
-                "label": "SUPPORTED",
-                "num_hops": 2 + n % 2,
-                "hpqa_id": f"q{n // 2}",
-            }
-            for n in numbers
-        ]
-    if name in ("dspy", "agent"):
-        return [{"id": f"r{n}", "question": f"Who made {n}?", "gold": f"a{n}"} for n in numbers]
-    context = [["Thing", ["Made by Ada.", " In Porto."]], ["Ada", ["Ada lives."]]]
-    facts = [["Thing", 0], ["Ada", 0]]
-    return [
-        {
-            "_id": f"r{n}",
-            "question": f"Who made thing {n}?",
-            "answer": "Ada",
-            "type": "bridge",
-            "level": "hard",
-            "supporting_facts": facts,
-            "context": context,
-        }
-        for n in numbers
-    ]
+def records_of(name: str, start: int, count: int) -> list[dict[str, Any]]:
+    """Records as official files have them, each with a question of its own."""
+    question: Callable[[int], dict[str, Any]] = {
+        "banking77": lambda n: {"text": f"text {n}", "category": f"label {n % 2}"},
+        "papillon": lambda n: {"user_query": f"query {n}", "target_response": f"target {n}"},
+        "hover": lambda n: {"uid": f"u{n}", "claim": f"claim {n}", "num_hops": 2 + n % 2, "hpqa_id": f"q{n // 2}"},
+    }.get(name, lambda n: {"id": f"r{n}", "question": f"Who made thing {n}?", "gold": f"a{n}"})
+    base = RECORDS.get(name, RECORDS["hotpotqa"])[0]
+    return [base | question(n) for n in range(start, start + count)]
 
 
-def file_of(name: str, folder: Path, start: int) -> str:
-    records = records_of(name, start)
-    if name in ("banking77", "papillon"):
-        return saved(folder / f"{start}.csv", records)
-    lines = name in ("dspy", "agent")
-    path = folder / f"{start}.{'jsonl' if lines else 'json'}"
-    path.write_text("\n".join(map(json.dumps, records)) if lines else json.dumps(records), encoding="utf-8")
-    return str(path)
+def file_of(name: str, folder: Path, start: int, count: int = 8) -> str:
+    suffix = {"banking77": "csv", "papillon": "csv", "dspy": "jsonl", "agent": "jsonl"}.get(name, "json")
+    return saved(folder / f"{start}.{suffix}", records_of(name, start, count))

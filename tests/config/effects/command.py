@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from hashlib import sha256
 from io import StringIO
 from pathlib import Path
@@ -50,11 +50,7 @@ def plugged(name: str, options: Options, folder: Path) -> object:
     package = f"plugin_of_a_test_{folder.name}"
     text = "from mmrl.tasks import TASKS\nTASKS['of_a_plugin'] = lambda config, seed: None\n"
     (folder / f"{package}.py").write_text(text, encoding="utf-8")
-    before = dict(TASKS)
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(sys, "path", [str(folder), *sys.path]))
-        stack.callback(lambda: (TASKS.clear(), TASKS.update(before)))
-        stack.callback(lambda: sys.modules.pop(package, None))
+    with patch.object(sys, "path", [str(folder), *sys.path]), patch.dict(TASKS), patch.dict(sys.modules):
         import_plugins([package if p == "HERE" else p for p in config_of(options).plugins])
         return sorted(TASKS)
 
@@ -77,9 +73,10 @@ def rendered(name: str, options: Options, folder: Path) -> object:
 
 
 def loaded(name: str, options: Options, folder: Path) -> object:
-    """The weights: their type and sum."""
-    weights = next(load_model(root(name, options).model, "cpu").parameters())
-    return weights.dtype, weights.double().sum().item()
+    """The weights: their type and sum; and what computes with them."""
+    model = load_model(root(name, options).model, "cpu")
+    weights = next(model.parameters())
+    return weights.dtype, weights.double().sum().item(), {type(part).__name__ for part in model.modules()}
 
 
 def asked_for(name: str, options: Options, folder: Path) -> object:
@@ -113,11 +110,6 @@ def assigned(name: str, options: Options, folder: Path) -> object:
     return found.adapters, found.rates, found.frozen, adapters.trained
 
 
-def multiplied(name: str, options: Options, folder: Path) -> object:
-    """What computes the model's linear layers."""
-    return {type(part).__name__ for part in load_model(config_of(options).model, "cpu").modules()}
-
-
 def recomputing(name: str, options: Options, folder: Path) -> object:
     """Whether the update keeps activations, or forwards again."""
     with patch.object(checkpoint, "save"):
@@ -140,7 +132,7 @@ acts(TRAIN, "model.path", loaded, "tiny", "tiny_dspy")
 acts(BOTH, "model.chat_template", rendered, None, "shout.jinja")
 acts(BOTH, "model.thinking", rendered, False, True, model__chat_template="thinks.jinja")
 acts(BOTH, "model.dtype", loaded, "float32", "bfloat16")
-acts(BOTH, "model.matmul", multiplied, "torch", "onednn")
+acts(BOTH, "model.matmul", loaded, "torch", "onednn")
 acts(BOTH, "model.revision", asked_for, None, "v2")
 acts(TRAIN, "model.lora.r model.lora.alpha", adapted, 4, 8)
 acts(TRAIN, "model.lora.dropout", adapted, 0.0, 0.5)
@@ -236,27 +228,26 @@ refused(EVAL, "hardware.processes hardware.nodes", "2", "mmrl eval runs in one",
 # --- evaluation
 
 
+def _evaluation(config: Any, task: FakeTask) -> tuple[Any, FakeEngine]:
+    engine = FakeEngine(seeded_letter)
+    items = evaluate(
+        lambda key: environment(task, engine, key=key), task.examples("dev"), config.eval, config.seed, "outcome"
+    )
+    return items, engine
+
+
 def evaluated(name: str, options: Options, folder: Path) -> object:
     """Items and rollouts of an evaluation."""
     config = root(name, options)
-    task, engine = FakeTask(Chain(("a",))), FakeEngine(seeded_letter)
-
-    def env_for(key: Any) -> Any:
-        return environment(task, engine, key=key)
-
-    items = evaluate(env_for, task.examples("dev"), config.eval, config.seed, "outcome")
+    items, engine = _evaluation(config, FakeTask(Chain(("a",))))
     return len(items), len(engine.requests), evaluation_metrics(items, config.eval, config.seed)
 
 
 def evaluated_split(name: str, options: Options, folder: Path) -> object:
     """Names of the metrics of a training run's evaluations."""
     config = config_of(options)
-    ledger = SimpleNamespace(note=lambda path: None)
-    path, note = (lambda step, split: folder / f"{split}.jsonl"), (lambda split, examples: None)
-    rundir: Any = SimpleNamespace(eval_path=path, ledger=ledger, note_examples=note)
     collector = collector_of(config, FakeEngine(seeded_letter))
-    quiet: Any = SimpleNamespace(status=lambda text: None, evaluation=lambda *arguments: None)
-    collector.log.rundir, collector.log.progress = rundir, quiet
+    collector.log.rundir.eval_path = lambda step, split: folder / f"{split}.jsonl"
     examples = collector.task.examples(config.eval.split)
     run = Evaluations(examples=examples, last_step=9, stage=collector)
     return sorted(run.metrics(0)), [step for step in range(1, 10) if run.due(step)]
@@ -274,11 +265,8 @@ def broken_evaluation(name: str, options: Options, folder: Path) -> object:
     def broken(text: str) -> str:
         raise ToolFailure("down")
 
-    task, engine = FakeTask(Chain(), tools={"echo": broken}), FakeEngine(seeded_letter)
     with patch("mmrl.stages.evaluate.CHUNK", 2):
-        items = evaluate(
-            lambda key: environment(task, engine, key=key), task.examples("dev"), config.eval, config.seed, "outcome"
-        )
+        items, _ = _evaluation(config, FakeTask(Chain(), tools={"echo": broken}))
     return len(items), too_many_failed(items, config.eval)
 
 
@@ -290,25 +278,19 @@ acts(BOTH, "eval.samples", evaluated, 1, 2, eval__temperature=1.0)
 acts(BOTH, "eval.bootstrap", evaluated, 100, 1000)
 acts(BOTH, "eval.temperature", evaluation_requests, 0.0, 1.0)
 acts(BOTH, "eval.top_p", evaluation_requests, 1.0, 0.5, eval__temperature=1.0)
-acts(BOTH, "eval.top_k", evaluation_requests, 0, 5, eval__temperature=1.0)
-acts(BOTH, "eval.parse_retries", evaluation_requests, 0, 2, eval__temperature=1.0)
+acts(BOTH, "eval.top_k eval.parse_retries", evaluation_requests, 0, 2, eval__temperature=1.0)
 refused(EVAL, "eval.split", "test", "use split=")
 
 
-def policy(name: str, options: Options, folder: Path) -> object:
-    """Where the weights of an evaluation come from."""
-    return resolve(config_of(options, "eval").policy).base
-
-
-def split(name: str, options: Options, folder: Path) -> object:
-    """Examples of an evaluation."""
-    config = config_of(options, "eval")
-    return [example.inputs for example in FakeTask(Chain()).examples(config.split)]
+def policy_and_examples(name: str, options: Options, folder: Path) -> object:
+    """Where the weights of an evaluation come from, and its examples."""
+    config = root(name, options)
+    return resolve(config.policy).base, [example.inputs for example in FakeTask(Chain()).examples(config.split)]
 
 
 acts(EVAL, "seed", evaluated, 0, 1)
-acts(EVAL, "policy", policy, "tiny", "tiny_dspy")
-acts(EVAL, "split", split, "dev", "test")
+acts(EVAL, "policy", policy_and_examples, "tiny", "tiny_dspy")
+acts(EVAL, "split", policy_and_examples, "dev", "test")
 
 
 # --- the run
@@ -332,34 +314,24 @@ def shown(name: str, options: Options, folder: Path) -> object:
 
 def looked(name: str, options: Options, folder: Path) -> object:
     """Whether a few examples are played before training."""
+    log = StepLog(rundir=MagicMock(path=folder), progress=MagicMock(), trackers=MagicMock())
     with patch("mmrl.run.doctor._examined", lambda built, examples: PLAYED):
-        notes: list[str] = []
-        run: Any = SimpleNamespace(path=folder)
-        progress: Any = SimpleNamespace(note=notes.append)
-        log = StepLog(rundir=run, progress=progress, trackers=SimpleNamespace())  # type: ignore[arg-type]
-        built: Any = SimpleNamespace(config=config_of(options), task=FakeTask(Chain()))
-        check_before_training(built, log)
-    return bool(notes), [path.name for path in folder.iterdir()]
+        check_before_training(SimpleNamespace(config=config_of(options), task=FakeTask(Chain())), log)
+    return log.progress.note.called, [path.name for path in folder.iterdir()]
 
 
 def tracked(name: str, options: Options, folder: Path) -> object:
     """What trackers are started with."""
-    config = config_of(options)
-    run: Any = SimpleNamespace(path=folder, config={}, history=list, summary={})
-    made: list[Any] = []
-
-    def tracker(*arguments: Any) -> Any:
-        named = arguments[3]
-        made.append((arguments[0], named.wandb_project, named.group, named.tags))
-        ignore = lambda *values, **more: None  # noqa: E731
-        return SimpleNamespace(name=arguments[0], store_init_configuration=ignore, log=ignore, finish=ignore)
-
-    named = {"name": "run", "group": "g", "device": "cpu"}
+    config, run = config_of(options), SimpleNamespace(path=folder, config={}, history=list, summary={})
     with (
-        patch("mmrl.report.trackers._started", tracker),
-        trackers(config.run, run, **named, warn=lambda text: None) as opened,
+        patch("mmrl.report.trackers._started") as started,
+        trackers(config.run, run, name="run", group="g", device="cpu", warn=lambda text: None) as opened,
     ):
-        return made, opened.calls
+        of_trackers = (
+            [call.args[0] for call in started.call_args_list],
+            [call.args[3] for call in started.call_args_list],
+        )
+        return of_trackers, opened.calls
 
 
 def continued(name: str, options: Options, folder: Path) -> object:
@@ -390,20 +362,10 @@ acts(TRAIN, "run.report_calls", tracked, 16, 0, run__report_to=("tensorboard",))
 acts(TRAIN, "run.group", tracked, None, "mine", run__report_to=("wandb",))
 acts(TRAIN, "run.tags", tracked, (), ("a", "b"), run__report_to=("wandb",))
 acts(TRAIN, "run.wandb_project", tracked, "mmrl", "mine", run__report_to=("wandb",))
-OF_TRAIN = {
-    "model.gradient_checkpointing": "true",
-    "hardware.rollout_devices": "1",
-    "hardware.sharding": "fsdp2",
-    "hardware.cpu_offload": "true",
-    "eval.every": "3",
-    "run.name": "x",
-    "run.progress": "true",
-    "run.doctor": "true",
-    "run.report_to": "[tensorboard]",
-    "run.wandb_project": "x",
-    "run.report_calls": "3",
-    "run.group": "x",
-    "run.tags": "[x]",
-}
-for key, value in OF_TRAIN.items():
-    refused(EVAL, key, value, "it is an option of mmrl train")
+OF_TRAIN = "it is an option of mmrl train"
+refused(EVAL, "model.gradient_checkpointing hardware.cpu_offload run.progress run.doctor", "true", OF_TRAIN)
+refused(EVAL, "run.name run.group run.wandb_project", "x", OF_TRAIN)
+refused(EVAL, "eval.every hardware.rollout_devices run.report_calls", "3", OF_TRAIN)
+refused(EVAL, "hardware.sharding", "fsdp2", OF_TRAIN)
+refused(EVAL, "run.report_to", "[tensorboard]", OF_TRAIN)
+refused(EVAL, "run.tags", "[x]", OF_TRAIN)

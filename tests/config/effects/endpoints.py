@@ -41,7 +41,7 @@ class Server(Busy):
     text: str = "fine"
     sent: list[tuple[str, list[str | None], Any]] = field(default_factory=list)
 
-    async def send(self, client: httpx.AsyncClient, request: httpx.Request, **options: Any) -> httpx.Response:
+    async def send(self, request: httpx.Request) -> httpx.Response:
         kept = ("authorization", "openai-organization", "openai-project", "x-title")
         headers = [request.headers.get(name) for name in kept]
         self.sent.append((str(request.url), headers, json.loads(request.content)))
@@ -66,19 +66,16 @@ def answering(section: str, options: Options, text: str = "fine") -> Iterator[tu
     base: Options = {"url": "http://host/v1", "model": "m", "key_env": None, "max_wait_s": 0.001}
     base["attempts"] = 1 if server.key == "timeout_s" else 2
 
-    async def send(client: httpx.AsyncClient, request: httpx.Request, **options: Any) -> httpx.Response:
-        return await server.send(client, request, **options)
-
     # certificates take longer to read than all else here
     unsafe = patch.object(ssl, "create_default_context", lambda *given, **more: CERTIFICATES)
-    with patch.object(httpx.AsyncClient, "send", send), patch.dict(os.environ, KEYS), unsafe:
+    with server.in_place(), patch.dict(os.environ, KEYS), unsafe:
         yield base | own, server
 
 
 def _traced(chat: OpenAIChat, server: Server) -> object:
     """Three requests at once: what was sent, and what came of it."""
 
-    async def ask() -> object:
+    async def ask() -> list[object]:
         messages = [{"role": "user", "content": "?"}]
         return await asyncio.gather(
             *(chat.complete(messages, temperature=0.5, max_tokens=64) for _ in range(3)), return_exceptions=True
@@ -92,7 +89,7 @@ def _traced(chat: OpenAIChat, server: Server) -> object:
         await sleep(0 if server.key == "requests_per_minute" else seconds)
 
     with patch.object(asyncio, "sleep", recorded):
-        found = [str(reply) for reply in asyncio.run(ask())]  # type: ignore[attr-defined]
+        found = [str(reply) for reply in asyncio.run(ask())]
     chat.close()
     if server.key == "concurrency":
         return server.most > 1
@@ -101,45 +98,45 @@ def _traced(chat: OpenAIChat, server: Server) -> object:
     return sorted(map(str, server.sent)), found, chat.usage.cost
 
 
+def _task(name: str, section: str, given: Options, folder: Path) -> Any:
+    """A task whose endpoint in `section` has these options."""
+    more = {} if name == "papillon" else {"reward": "judge_outcome"}
+    return built(name, more | {f"{section}.{option}": value for option, value in given.items()}, folder)
+
+
 def of_judge(name: str, options: Options, folder: Path) -> object:
     """The judge's client."""
     with answering("judge", options) as (given, server):
-        chosen: Options = {f"judge.{option}": value for option, value in given.items()}
-        task = built(name, chosen if name == "papillon" else {"reward": "judge_outcome", **chosen}, folder)
+        task = _task(name, "judge", given, folder)
         return _traced(task.judges.chat if name == "papillon" else task.judge.chat, server)
 
 
 def asked(name: str, options: Options, folder: Path) -> object:
     """What a judge is sent for one rollout when none of its replies can be read, and what it says then."""
     with answering("judge", options, text="nonsense") as (given, server):
-        chosen: Options = {f"judge.{option}": value for option, value in given.items()}
-        if name == "papillon":
-            judges = built(name, chosen, folder).judges
-            work = judges.quality("query", "new", "gold")
-            chat = judges.chat
-        else:
-            judge = built(name, {"reward": "judge_outcome", **chosen}, folder).judge
-            work = judge.verdict("judge_outcome", "prompt", [JudgedTurn("text")], ["answer"])
-            chat = judge.chat
+        task = _task(name, "judge", given, folder)
+        judge = task.judges if name == "papillon" else task.judge
         try:
-            said = str(asyncio.run(work))
+            if name == "papillon":
+                said = str(asyncio.run(judge.quality("query", "new", "gold")))
+            else:
+                said = str(asyncio.run(judge.verdict("judge_outcome", "prompt", [JudgedTurn("text")], ["answer"])))
         except MmrlError as error:
             said = str(error)
-        chat.close()
+        judge.chat.close()
     return server.sent, said
 
 
 def of_external(name: str, options: Options, folder: Path) -> object:
     """The client of the external model."""
     with answering("external", options) as (given, server):
-        task = built(name, {f"external.{option}": value for option, value in given.items()}, folder)
-        return _traced(task.external, server)
+        return _traced(_task(name, "external", given, folder).external, server)
 
 
 def of_request(name: str, options: Options, folder: Path) -> object:
     """What the external model is sent."""
     with answering("external", options) as (given, server):
-        task = built(name, {f"external.{option}": value for option, value in given.items()}, folder)
+        task = _task(name, "external", given, folder)
         asyncio.run(task.ask_external("a request"))
         task.external.close()
     return sorted(map(str, server.sent))
@@ -149,7 +146,7 @@ def of_module(name: str, options: Options, folder: Path) -> object:
     """The client of an endpoint that answers for a module."""
     with answering("endpoints", options) as (given, server):
         config = ENGINE_SCHEMAS[name].model_validate({"name": name, "endpoints": {"one": given}})
-        router: Any = with_endpoints(FakeEngine(lambda request: "x"), config, tokenizer())
+        router: Any = with_endpoints(FakeEngine(str), config, tokenizer())
         return _traced(router.endpoints["one"].chat, server)
 
 
@@ -167,12 +164,7 @@ def of_teacher(name: str, options: Options, folder: Path) -> object:
     """The client of a teacher behind an endpoint."""
     with answering("teachers.endpoint", options) as (given, server):
         teacher = TeacherConfig(name="t", endpoint=EndpointConfig(**given))
-        student: Any = LoadedTeacher(
-            task=None,  # type: ignore[arg-type]
-            engine=FakeEngine(lambda request: "x"),
-            tokenizer=tokenizer(),
-            shares_vocabulary=True,
-        )
+        student: Any = LoadedTeacher(task=None, engine=FakeEngine(str), tokenizer=tokenizer(), shares_vocabulary=True)
         config: Any = SimpleNamespace(algo=SimpleNamespace(teachers=[teacher]), task=None, seed=0)
         with patch("mmrl.run.build.build_task"):
             found: Any = _load_teachers(config, student)

@@ -8,9 +8,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 from mmrl.config import ENGINE_SCHEMAS, ModelConfig
 from mmrl.engines import EngineSetup
@@ -135,31 +134,21 @@ def _server(options: Options, folder: Path, device: str) -> Iterator[Any]:
 @contextmanager
 def _vllm_package(seen: list[list[str]]) -> Iterator[None]:
     """vLLM as far as a start in this process goes."""
-    made = SimpleNamespace(from_cli_args=lambda parsed: SimpleNamespace(), add_cli_args=lambda parser: parser)
-    parser = SimpleNamespace(parse_args=lambda arguments: seen.append(list(arguments)))
-    loaded = SimpleNamespace(model_config=SimpleNamespace(max_model_len=512), engine_core=SimpleNamespace(shutdown=int))
-    modules = {
-        "vllm": {},
-        "vllm.distributed": {"cleanup_dist_env_and_memory": int},
-        "vllm.engine": {},
-        "vllm.engine.arg_utils": {"EngineArgs": made},
-        "vllm.utils": {},
-        "vllm.utils.argparse_utils": {"FlexibleArgumentParser": lambda: parser},
-        "vllm.v1": {},
-        "vllm.v1.engine": {},
-        "vllm.v1.engine.llm_engine": {"LLMEngine": SimpleNamespace(from_engine_args=lambda arguments: loaded)},
-    }
-    with patch.dict(sys.modules, {name: SimpleNamespace(**contents) for name, contents in modules.items()}):
+    vllm = MagicMock()
+    vllm.EngineArgs.add_cli_args.return_value.parse_args = lambda arguments: seen.append(list(arguments))
+    vllm.LLMEngine.from_engine_args.return_value.model_config.max_model_len = 512
+    within = ("distributed", "engine.arg_utils", "utils.argparse_utils", "v1.engine.llm_engine")
+    with patch.dict(sys.modules, {"vllm": vllm} | {f"vllm.{name}": vllm for name in within}):
         yield
 
 
 def started(name: str, options: Options, folder: Path) -> object:
-    """With what vLLM is started: command line, environment, limit of time."""
+    """With what vLLM is started: command line, environment, limit of time; where completions come from, and limits."""
     device = "cpu" if "kv_cache_gb" in options else "cuda"
     if name == "vllm_server":
         with _server(options, folder, device) as engine:
             servers = [(replica.process and replica.process.started, replica.api.url) for replica in engine.replicas]
-            return servers, engine._api.url
+            return servers, engine._api.url, engine._api.io.timeout_s, engine._api.io.slots._value
     seen: list[list[str]] = []
     with (
         _vllm_package(seen),
@@ -171,18 +160,6 @@ def started(name: str, options: Options, folder: Path) -> object:
         config = section("vllm_colocated", options)
         VllmColocatedEngine(None, load_tokenizer(TINY), config, _setup(folder, device)).close()
         return seen, os.environ.get("VLLM_CPU_KVCACHE_SPACE")
-
-
-def connected(name: str, options: Options, folder: Path) -> object:
-    """Limits of the client that asks the server."""
-    with _server(options, folder, "cpu") as engine:
-        return engine._api.io.timeout_s, engine._api.io.slots._value
-
-
-def routed(name: str, options: Options, folder: Path) -> object:
-    """Where completions of two servers come from."""
-    with _server({"urls": ("http://host:1", "http://host:2"), **options}, folder, "cpu") as engine:
-        return engine._api.url
 
 
 def restarted(name: str, options: Options, folder: Path) -> object:
@@ -221,11 +198,11 @@ acts(BOTH, "args", started, (), ("--max-num-seqs=4",))
 acts("engine.vllm_colocated", "sleep", started, True, False)
 acts("engine.vllm_server", "urls", started, (), ("http://host:1",))
 acts("engine.vllm_server", "replicas", started, 1, 2)
-acts("engine.vllm_server", "router", routed, None, "http://router:1")
+acts("engine.vllm_server", "router", started, None, "http://router:1", urls=("http://host:1", "http://host:2"))
 acts("engine.vllm_server", "python", started, None, "other-python")
 acts("engine.vllm_server", "start_timeout_s", started, 900.0, 5.0)
-acts("engine.vllm_server", "timeout_s", connected, 600.0, 5.0)
-acts("engine.vllm_server", "concurrency", connected, 128, 4)
+acts("engine.vllm_server", "timeout_s", started, 600.0, 5.0)
+acts("engine.vllm_server", "concurrency", started, 128, 4)
 acts("engine.vllm_server", "restarts", restarted, 2, 0)
 acts("engine.vllm_server", "push", started, "disk", "nccl")
 acts("engine.vllm_server", "sync_timeout_s", pushed, 300.0, 0.05)

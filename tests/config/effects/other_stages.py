@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import dspy
 
@@ -18,6 +18,7 @@ from mmrl.stages.prompts import optimisers
 from mmrl.stages.prompts.optimisers import Bench, optimise
 from mmrl.stages.prompts.rollouts import Loop
 from mmrl.stages.prompts.split import split
+from mmrl.tasks.dspy.own import FunctionProgram
 from tests.config.effects import Options, acts, nested, refused
 from tests.config.effects.endpoints import VALUES, _traced, answering
 from tests.config.effects.training import Failing
@@ -49,7 +50,7 @@ def section(name: str, options: Options) -> PromptConfig:
 
 def received(name: str, options: Options, folder: Path) -> object:
     """What DSPy's own class is given."""
-    got: list[object] = []
+    got: list[dict[str, Any]] = []
 
     class Recorder:
         def __init__(self, *bench: Any, **given: Any):
@@ -62,25 +63,13 @@ def received(name: str, options: Options, folder: Path) -> object:
     stage = SimpleNamespace(task=FakeTask(None), config=SimpleNamespace(seed=0))
     student = SimpleNamespace(module="student")
     rollouts: Any = SimpleNamespace(loop=SimpleNamespace(failure=None), stage=stage, student=student)
-    bench = Bench(
-        rollouts=rollouts,
-        train=[],
-        validation=[None] * 60,  # type: ignore[list-item]
-        writer=SimpleNamespace(lm=lambda temperature: dspy.LM("writer", temperature=temperature)),  # type: ignore[arg-type]
-        note=lambda *_: None,
-        on_batch=lambda *_: None,
-    )
+    writer: Any = SimpleNamespace(lm=lambda temperature: dspy.LM("writer", temperature=temperature))
+    of_run: Any = {"train": [], "validation": [None] * 60, "note": MagicMock(), "on_batch": MagicMock()}
+    bench = Bench(rollouts=rollouts, writer=writer, **of_run)
     with patch.object(optimisers, CLASSES[name], Recorder):
         optimise(section(name, options), bench)
-    lms = [
-        value.kwargs for given in got if isinstance(given, dict) for value in given.values() if hasattr(value, "kwargs")
-    ]
-    plain = [
-        {key: value for key, value in given.items() if isinstance(value, str | int | float | None)}
-        for given in got
-        if isinstance(given, dict)
-    ]
-    return plain, lms
+    lms = [value.kwargs for given in got for value in given.values() if hasattr(value, "kwargs")]
+    return [{key: v for key, v in given.items() if isinstance(v, str | int | float | None)} for given in got], lms
 
 
 def metric(name: str, options: Options, folder: Path) -> object:
@@ -131,8 +120,7 @@ def endpoint(name: str, options: Options, folder: Path) -> object:
 
 
 acts(ALL, "validation", parts, 0.5, 0.75)
-acts(ALL, "validation_items", parts, None, 7)
-acts(ALL, "train_items", parts, None, 3)
+acts(ALL, "validation_items train_items", parts, None, 3)
 acts("prompts.miprov2", "instructions", tried, None, "instructions.yaml")
 acts(BOOTSTRAPPING, "max_bootstrapped_demos max_labeled_demos", received, 3, 5)
 acts(BOOTSTRAPPING, "metric_threshold", metric, None, 0.5)
@@ -146,16 +134,13 @@ acts("prompts.miprov2", "minibatch", received, None, False, **BY_HAND)
 acts("prompts.miprov2", "minibatch_size minibatch_full_eval_steps", received, 3, 4)
 proposers = "program_aware_proposer data_aware_proposer tip_aware_proposer fewshot_aware_proposer"
 acts("prompts.miprov2", proposers, received, True, False)
-acts("prompts.miprov2", "init_temperature", received, 1.0, 0.5)
 acts("prompts.bootstrap_fewshot", "max_rounds num_candidate_programs", received, 1, 2)
 acts("prompts.gepa", "max_full_evals max_metric_calls", received, 4, 5, auto=None)
-acts("prompts.gepa", "reflection_minibatch_size", received, 3, 4)
+acts("prompts.gepa", "reflection_minibatch_size max_merge_invocations", received, 3, 4)
 acts("prompts.gepa", "candidate_selection_strategy", received, "pareto", "current_best")
 acts("prompts.gepa", "skip_perfect_score use_merge", received, True, False)
-acts("prompts.gepa", "perfect_score", received, 1.0, 2.0)
 acts("prompts.gepa", "component_selector", received, "round_robin", "all")
-acts("prompts.gepa", "max_merge_invocations", received, 5, 6)
-acts("prompts.gepa", "prompt_temperature", received, 1.0, 0.5)
+acts(WRITING, "init_temperature perfect_score prompt_temperature", received, 1.0, 0.5)
 
 
 ALGO, TRAIN = "supervised.algo", "supervised.train"
@@ -172,24 +157,21 @@ def sequences(name: str, options: Options, folder: Path) -> object:
     return [(item.module, item.completion_ids) for _, item in taken]
 
 
-class _Picky(Chain):
+async def picky(example: Example, ctx: Any) -> None:
     """Half of its replies do not parse."""
 
-    async def run(self, example: object, ctx: object) -> str:
-        def parse(text: str) -> str:
-            if text > "m":
-                raise ParseFailure("late letter")
-            return text
+    def parse(text: str) -> None:
+        if text > "m":
+            raise ParseFailure("late letter")
 
-        reply = await ctx.call("a", [{"role": "user", "content": example.inputs["text"]}], parse=parse)  # type: ignore[attr-defined]
-        return str(reply.text)
+    await ctx.call("a", [{"role": "user", "content": example.inputs["text"]}], parse=parse)
 
 
 def requested(name: str, options: Options, folder: Path) -> object:
     """How the rollouts are sampled."""
     engine = FakeEngine(seeded_letter)
     own = {**OWN, "algo.min_reward": 0.0, **{f"algo.{key}": value for key, value in options.items()}}
-    stage_of(folder / "run", own, task=Teachable(_Picky(("a",))), engine=engine)[0]._rollouts()
+    stage_of(folder / "run", own, task=Teachable(FunctionProgram(picky, ("a",))), engine=engine)[0]._rollouts()
     return sorted(str(request.sampling) for request in engine.requests)
 
 
@@ -232,8 +214,7 @@ acts(ALGO, "rollouts", sequences, 1, 2, source="rollouts", per_example=None)
 acts(ALGO, "min_reward", sequences, 1.0, 3.0, source="rollouts", per_example=None)
 acts(ALGO, "per_example", sequences, 1, 2, source="rollouts", rollouts=2)
 acts(ALGO, "temperature top_p", requested, 1.0, 0.5)
-acts(ALGO, "top_k", requested, 0, 5)
-acts(ALGO, "parse_retries", requested, 0, 2)
+acts(ALGO, "top_k parse_retries", requested, 0, 2)
 
 # What the trainer makes of each is observed of `train.*` of a run by reinforcement learning.
 acts(TRAIN, "steps save_every keep microbatch_tokens", handed, 64, 65)

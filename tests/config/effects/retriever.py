@@ -8,8 +8,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import httpx
 
@@ -47,27 +46,11 @@ def scored(name: str, options: Options, folder: Path) -> object:
     return [(document.id, document.score) for document in found[0]]
 
 
-def cached(name: str, options: Options, folder: Path) -> object:
-    """Whether a cache of the user's holds something after a search."""
-    own = folder / "mine"
-    if options["cache_dir"]:
-        options = {**options, "cache_dir": str(own)}
-    config = section(name, options)
-    with (
-        patch("mmrl.retrieval.select.cached_index") as index,
-        patch("mmrl.retrieval.select.read_info"),
-        patch("mmrl.retrieval.select.PassageStore"),
-        patch("mmrl.retrieval.select.open_index"),
-    ):
-        open_retriever(config, CORPUS)
-    return own in index.call_args.args
-
-
 def opened(name: str, options: Options, folder: Path) -> object:
-    """The folder that is opened, and what its encoder and search are made with."""
+    """The folder that is opened or cached in, and what its encoder and search are made with."""
     info = SimpleNamespace(kind=name, settings=SETTINGS[name])
     with (
-        patch("mmrl.retrieval.select.cached_index", lambda *arguments: Path("cached")),
+        patch("mmrl.retrieval.select.cached_index", return_value=Path("cached")) as cached,
         patch("mmrl.retrieval.select.read_info", lambda path: info),
         patch("mmrl.retrieval.select.PassageStore", lambda path: path),
         patch("mmrl.retrieval.index_folder.bm25.Bm25Retriever") as words,
@@ -79,7 +62,7 @@ def opened(name: str, options: Options, folder: Path) -> object:
         made = [words, over_corpus, one, dense]
         calls = [call for kind in made for call in kind.call_args_list]
         shown = [[str(argument) for argument in call.args if not hasattr(argument, "mock_calls")] for call in calls]
-        return shown, [call.kwargs for call in calls]
+        return shown, [call.kwargs for call in calls], [str(call.args[-1]) for call in cached.call_args_list]
 
 
 @dataclass
@@ -106,11 +89,8 @@ def sent(name: str, options: Options, folder: Path) -> object:
     key = next(iter(options))
     server = _Server(key)
 
-    async def send(client: httpx.AsyncClient, request: httpx.Request, **more: Any) -> httpx.Response:
-        return await server.send(request)
-
     with (
-        patch.object(httpx.AsyncClient, "send", send),
+        server.in_place(),
         patch.dict(os.environ, {"TOKEN_OF_A_TEST": "a-token-of-a-test-long-enough"}),
         patch.object(remote, "WAITS_S", (0.001, 0.002)),
     ):
@@ -130,8 +110,7 @@ def sent(name: str, options: Options, folder: Path) -> object:
     return type(retriever).__name__, server.seen, failures, server.most if key == "concurrency" else None
 
 
-acts("retriever.bm25", "k1", scored, 0.9, 2.0)
-acts("retriever.bm25", "b", scored, 0.4, 0.9)
+acts("retriever.bm25", "k1 b", scored, 0.9, 0.4)
 acts("retriever.bm25", "stemmer", scored, "none", "porter")
 acts("retriever.bm25", "stopwords", scored, "english", "none")
 acts("retriever.dense", "model", described, None, "mine", encoder="e5")
@@ -142,7 +121,7 @@ acts("retriever.dense", "faiss", described, "flat", "hnsw")
 acts("retriever.dense", "batch_size", opened, 32, 8)
 acts("retriever.dense", "device", opened, "cpu", "cuda")
 acts(LOCAL, "index", opened, None, "folder")
-acts("retriever.dense", "cache_dir", cached, None, "MINE")
+acts("retriever.dense", "cache_dir", opened, None, "MINE")
 for key, one, other in (("timeout_s", 5.0, 0.05), ("retries", 0, 2), ("concurrency", 64, 1), ("cache_size", 10, 0)):
     acts("retriever.remote", key, sent, one, other)
 acts("retriever.remote", "url", sent, "http://one:1", "http://other:1")
@@ -154,13 +133,8 @@ def through_task(name: str, options: Options, folder: Path) -> object:
     """Passages of a task's search with this retriever: its budget, repetitions, and words of a passage in prompts."""
     key, value = next(iter(options.items()))
     observe = played if key == "snippet_words" else searched
-    hits = [[Document(id=str(n), title=f"T{n}", text="many words of a passage here") for n in range(6)]]
-    fake = SimpleNamespace(
-        over_http=False,
-        counts={},
-        close=lambda: None,
-        search=lambda queries, top_k: [hits[0][:k] for _, k in zip(queries, top_k, strict=True)],
-    )
+    hits = [Document(id=str(n), title=f"T{n}", text="many words of a passage here") for n in range(6)]
+    fake = MagicMock(over_http=False, counts={}, search=lambda queries, top_k: [hits[:k] for k in top_k])
     needed = {"retriever.url": "http://host:1", "corpus": None} if name == "remote" else {}
     more = {"retriever.top_k": 4} if key == "dedup" else {}
     with (

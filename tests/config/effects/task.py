@@ -7,11 +7,12 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
+import dspy
 import yaml
 
 from mmrl.config import ALGO_SCHEMAS, EvalConfig, ModelConfig
@@ -27,7 +28,7 @@ from mmrl.run.build import reward_set
 from mmrl.run.check import replay_problems
 from mmrl.run.settle import module_assignment
 from mmrl.tasks import TASKS
-from tests.config.effects import Options, acts, file_of, nested, records_of, refused
+from tests.config.effects import Options, acts, agents, file_of, nested, refused
 from tests.helpers.programs import (
     DOCUMENTS,
     EXAMPLE,
@@ -38,6 +39,7 @@ from tests.helpers.programs import (
     default_config,
     environment,
     filled,
+    forest_of,
     spelled,
 )
 
@@ -46,48 +48,42 @@ TURNS = "task.search_agent;task.search_o1;task.r1_searcher"
 """Tasks whose model searches in turns of one context."""
 QA = f"{CHAINS};{TURNS};task.tool_agent"
 SEARCH = f"{QA};task.hover"
-PROGRAM = """
-import json, os, time, urllib.request
-import dspy
+HERE, AGENTS = __name__, agents.__name__
+
+
 class Answerer(dspy.Module):
-    def __init__(self):
+    def __init__(self, signature: str = "question -> answer"):
         super().__init__()
-        self.answer = dspy.Predict("question -> answer")
-    def forward(self, question):
+        self.answer = dspy.Predict(signature)
+
+    def forward(self, question: str) -> Any:
         return self.answer(question=question)
+
+
 class Resilient(Answerer):
-    def forward(self, question):
+    def forward(self, question: str) -> Any:
         try:
             return self.answer(question=question)
         except Exception:
             return dspy.Prediction(answer="none")
+
+
 class Other(Answerer):
-    def __init__(self):
-        super().__init__()
-        self.answer = dspy.Predict("question -> reasoning, answer")
-async def plain(example, ctx):
-    return (await ctx.call("one", [{"role": "user", "content": str(example.inputs)}])).text
-def right(record, prediction):
+    def __init__(self) -> None:
+        super().__init__("question -> reasoning, answer")
+
+
+async def plain(example: Example, ctx: Any) -> str:
+    reply = await ctx.call("one", [{"role": "user", "content": str(example.inputs)}])
+    return str(reply.text)
+
+
+def right(record: Any, prediction: Any) -> float:
     return 1.0
-def wrong(record, prediction):
+
+
+def wrong(record: Any, prediction: Any) -> float:
     return 0.0
-def said(base_url, api_key, *words):
-    body = {"model": "m", "messages": [{"role": "system", "content": word} for word in words]}
-    headers = {"Authorization": f"Bearer {api_key}"}
-    request = urllib.request.Request(f"{base_url}/chat/completions", json.dumps(body).encode(), headers)
-    return json.load(urllib.request.urlopen(request, timeout=30))["choices"][0]["message"]["content"]
-def agent(example, base_url, api_key):
-    return [said(base_url, api_key, "title"), said(base_url, api_key, str(example))]
-def other_agent(example, base_url, api_key):
-    return said(base_url, api_key, "another")
-def slow_agent(example, base_url, api_key):
-    said(base_url, api_key, "once")
-    time.sleep(0.4)
-    return said(base_url, api_key, "twice")
-if __name__ == "__main__":
-    said(os.environ["MMRL_BASE_URL"], os.environ["MMRL_API_KEY"], "of a command")
-    print(json.dumps("OPENAI_API_KEY" in os.environ))
-"""
 
 
 def _files(name: str, folder: Path) -> Options:
@@ -108,45 +104,33 @@ AS_BEFORE = "AS BEFORE"
 def built(name: str, options: Options, folder: Path, data: bool = False) -> Any:
     """A task, on files of its own layout or on the mini world."""
     chosen = dict(options)
-    if name == "agent":
+    if name in ("agent", "dspy"):
         data = True
-        (folder / "program_of_a_test.py").write_text(PROGRAM, encoding="utf-8")
-        one = {} if chosen.get("command") else {"agent": "program_of_a_test:agent"}
-        chosen = {"metric": "program_of_a_test:right", "inputs": ("question",)} | one | chosen
+        own = {"program": f"{HERE}:Answerer"} if name == "dspy" else {"agent": f"{AGENTS}:agent"}
+        own = {} if "command" in chosen else own
+        chosen = {"metric": f"{HERE}:right", "inputs": ("question",)} | own | chosen
         rule = {key[6:]: chosen.pop(key) for key in list(chosen) if key.startswith("rules.")}
         chosen |= {"rules": (rule,)} if rule else {}
-    if name == "dspy":
-        data = True
-        (folder / "program_of_a_test.py").write_text(PROGRAM, encoding="utf-8")
-        chosen = {"program": "program_of_a_test:Answerer", "metric": "program_of_a_test:right"} | chosen
-        chosen = {"inputs": ("question",)} | chosen
     if data:
         chosen = _files(name, folder) | {key: value for key, value in chosen.items() if value != AS_BEFORE}
     if (data and name == "hover") or chosen.get("corpus") == OTHER_CORPUS:
         (folder / "corpus.json").write_text(json.dumps(list(DOCUMENTS)), encoding="utf-8")
         chosen["corpus"] = str(folder / "corpus.json")
     chosen = {key: file_of(name, folder, 300) if value == OTHER_FILE else value for key, value in chosen.items()}
-    config = default_config(name, **nested(chosen))
-    with patch.object(sys, "path", [str(folder), *sys.path]):
-        try:
-            return with_program(TASKS[name](config, 0))
-        finally:
-            sys.modules.pop("program_of_a_test", None)
+    return with_program(TASKS[name](default_config(name, **nested(chosen)), 0))
 
 
-def examples(name: str, options: Options, folder: Path) -> object:
+def examples(name: str, options: Options, folder: Path, data: bool = True) -> object:
     """The examples of every split, or why there are none."""
     try:
-        task = built(name, options, folder, data=True)
+        task = built(name, options, folder, data)
     except MmrlError as error:
         return type(error)
     return {split: [(e.id, dict(e.inputs)) for e in task.examples(split)] for split in SPLITS}
 
 
-def mini_examples(name: str, options: Options, folder: Path) -> object:
-    """The examples of every split on the mini world."""
-    task = built(name, options, folder)
-    return {split: [(e.id, dict(e.inputs)) for e in task.examples(split)] for split in SPLITS}
+mini_examples = partial(examples, data=False)
+"""The same on the mini world."""
 
 
 # --- one rollout
@@ -159,28 +143,32 @@ class _Full(FakeEngine):
         raise LengthFailure("full")
 
 
-def rolled_out(task: Any, engine: Any, example: Example, chosen: str | None = None) -> Any:
+def rolled_out(task: Any, engine: Any, example: Example | None = None, chosen: str | None = None) -> Any:
+    """The forest of an example, by default of the first that is trained on."""
     env = environment(task, engine)
     env.settings = sampling_settings(EvalConfig(), task.config)
-    return asyncio.run(sample(env, [(example, independent(1))], reward_set(task, chosen)))
+    return forest_of(env, example and [example], reward_set=reward_set(task, chosen))
+
+
+def first_prompt(task: Any, example: Example | None = None) -> str:
+    engine = FakeEngine(lambda request: "x")
+    rolled_out(task, engine, example)
+    return spelled(engine.requests[0].prompt_ids)
 
 
 def failed(name: str, options: Options, folder: Path) -> object:
     """Reward of a rollout whose context is full."""
     task = built(name, options, folder)
-    (rollout,) = rolled_out(task, _Full(lambda request: ""), task.examples("train")[0]).rollouts
+    (rollout,) = rolled_out(task, _Full(lambda request: "")).rollouts
     return rollout.reward
 
 
 def limited(name: str, options: Options, folder: Path) -> object:
     """What a rollout may do under a task's limits: asked tokens, and how it ends."""
-    config = default_config(name, **options)
-    engine = FakeEngine(lambda request: "x", pause=lambda: 0.05)
     task: Any = FakeTask(Chain(("a",)))
-    env = environment(task, engine)
-    env.settings = sampling_settings(EvalConfig(), config)
-    example = Example(id="q", inputs={"text": "x" * 60})
-    (rollout,) = asyncio.run(sample(env, [(example, independent(1))], "outcome")).rollouts
+    task.config = default_config(name, **options)
+    engine = FakeEngine(lambda request: "x", pause=lambda: 0.05)
+    (rollout,) = rolled_out(task, engine, Example(id="q", inputs={"text": "x" * 60})).rollouts
     return rollout.error, [request.sampling.max_tokens for request in engine.requests]
 
 
@@ -196,9 +184,7 @@ def prompted(name: str, options: Options, folder: Path) -> object:
         (folder / "prompts.yaml").write_text(yaml.safe_dump(dict.fromkeys(modules, roles)), encoding="utf-8")
         options = {**options, "prompts": str(folder / "prompts.yaml")}
     task = built(name, options, folder)
-    engine = FakeEngine(lambda request: "x")
-    rolled_out(task, engine, task.examples("dev")[0])
-    return spelled(engine.requests[0].prompt_ids)
+    return first_prompt(task, task.examples("dev")[0])
 
 
 TEXTS: dict[str, Sequence[str]] = {
@@ -309,15 +295,10 @@ acts("task.qa_direct", "chain_of_thought", prompted, False, True)
 
 def drawn(name: str, options: Options, folder: Path) -> object:
     """The training examples of a long file."""
-    with patch("tests.config.effects.records_of", lambda kind, start: _many(kind)):
-        source = file_of(name, folder, 0)
+    source = file_of(name, folder, 0, 320)
     more = {"corpus": OTHER_CORPUS, "claim_hops": None} if name == "hover" else {}
     task = built(name, {"data.train": source, **more, **options}, folder)
     return [example.id for example in task.examples("train")]
-
-
-def _many(name: str) -> list[dict[str, Any]]:
-    return [record for start in range(0, 320, 8) for record in records_of(name, start)]
 
 
 def classes(name: str, options: Options, folder: Path) -> object:
@@ -325,19 +306,12 @@ def classes(name: str, options: Options, folder: Path) -> object:
     if options.get("labels"):
         (folder / "labels.json").write_text(json.dumps(["label 0", "label 1", "label 2"]), encoding="utf-8")
         options = {**options, "labels": str(folder / "labels.json")}
-    task = built(name, options, folder, data=True)
-    engine = FakeEngine(lambda request: "x")
-    rolled_out(task, engine, task.examples("train")[0])
-    return spelled(engine.requests[0].prompt_ids)
+    return first_prompt(built(name, options, folder, data=True))
 
 
 def system_message(name: str, options: Options, folder: Path) -> object:
     """What the first call of a rollout has before the item."""
-    task = built(name, options, folder, data=name != "hover")
-    engine = FakeEngine(lambda request: "x")
-    with patch.object(sys, "path", [str(folder), *sys.path]):
-        rolled_out(task, engine, task.examples("train")[0])
-    return spelled(engine.requests[0].prompt_ids).partition("<user>")[0]
+    return first_prompt(built(name, options, folder, data=name != "hover")).partition("<user>")[0]
 
 
 def hops(name: str, options: Options, folder: Path) -> object:
@@ -365,9 +339,7 @@ def own(name: str, options: Options, folder: Path) -> object:
     """A rollout of a program of one's own: its prompt, the modules it called and its reward."""
     task = built(name, options, folder)
     engine = FakeEngine(lambda request: filled(answer="yes", reasoning="so"))
-    with patch.object(sys, "path", [str(folder), *sys.path]):
-        forest = rolled_out(task, engine, task.examples("train")[0])
-    (rollout,) = forest.rollouts
+    (rollout,) = rolled_out(task, engine).rollouts
     prompts = [spelled(request.prompt_ids) for request in engine.requests]
     return task.program.modules, prompts, rollout.reward, rollout.error
 
@@ -375,10 +347,8 @@ def own(name: str, options: Options, folder: Path) -> object:
 def asked(name: str, options: Options, folder: Path) -> object:
     """A rollout of an agent: its requests as calls, what it was told, and its reward."""
     if options.get("command") == "A SCRIPT":
-        options = {**options, "command": f"{sys.executable} {folder / 'program_of_a_test.py'}"}
-    task = built(name, options, folder)
-    engine = FakeEngine(lambda request: "yes")
-    forest = rolled_out(task, engine, task.examples("train")[0])
+        options = {**options, "command": f"{sys.executable} {agents.__file__}"}
+    forest = rolled_out(built(name, options, folder), FakeEngine(lambda request: "yes"))
     (rollout,) = forest.rollouts
     calls = [(call.module, call.prompt_text) for call in forest.path(rollout)]
     return calls, rollout.prediction, rollout.reward, rollout.error, rollout.error_message[:60]
@@ -386,7 +356,7 @@ def asked(name: str, options: Options, folder: Path) -> object:
 
 def waited(name: str, options: Options, folder: Path) -> object:
     """Live programs, as the engine counts them, while an agent does something else."""
-    task = built(name, {"agent": "program_of_a_test:slow_agent", **options}, folder)
+    task = built(name, {"agent": f"{AGENTS}:slow_agent", **options}, folder)
     engine, live = FakeEngine(lambda request: "yes"), list[int]()
 
     async def watched() -> None:
@@ -421,9 +391,8 @@ def forking(name: str, options: Options, folder: Path) -> object:
 
 def caught(name: str, options: Options, folder: Path) -> object:
     """What each call of a program that goes on after a reply which does not parse is penalised by."""
-    task = built(name, {"program": "program_of_a_test:Resilient", **options}, folder)
-    with patch.object(sys, "path", [str(folder), *sys.path]):
-        forest = rolled_out(task, FakeEngine(lambda request: "no"), task.examples("train")[0])
+    task = built(name, {"program": f"{HERE}:Resilient", **options}, folder)
+    forest = rolled_out(task, FakeEngine(lambda request: "no"))
     return [call.penalty for call in forest.path(forest.rollouts[0])]
 
 
@@ -443,18 +412,18 @@ acts("task.hover", "hop_top_k last_top_k", hops, 1, 2, search_hops=2)
 acts("task.hover", "passages", hops, 100, 1, search_hops=2)
 acts("task.hover", "reward", hops, "outcome", "strict", search_hops=2)
 acts("task.dspy;task.agent", "reward", offered, None, "turn")
-acts("task.dspy", "program", own, "program_of_a_test:Answerer", "program_of_a_test:Other")
-acts("task.dspy", "metric", own, "program_of_a_test:right", "program_of_a_test:wrong")
-PLAIN = "program_of_a_test:plain"
+acts("task.dspy", "program", own, f"{HERE}:Answerer", f"{HERE}:Other")
+acts("task.dspy", "metric", own, f"{HERE}:right", f"{HERE}:wrong")
+PLAIN = f"{HERE}:plain"
 acts("task.dspy", "inputs", own, ("question",), ("question", "gold"), program=PLAIN, modules=("one",))
 acts("task.dspy", "modules", own, ("one",), ("two", "one"), program=PLAIN)
 acts("task.dspy", "caught_parse_penalty", caught, 0.0, -0.25)
 
 
-acts("task.agent", "agent", asked, "program_of_a_test:agent", "program_of_a_test:other_agent")
+acts("task.agent", "agent", asked, f"{AGENTS}:agent", f"{AGENTS}:other_agent")
 acts("task.agent", "command", asked, "A SCRIPT", "sh -c 'exit 3'")
 acts("task.agent", "client_env", asked, False, True, command="A SCRIPT")
-acts("task.agent", "metric", asked, "program_of_a_test:right", "program_of_a_test:wrong")
+acts("task.agent", "metric", asked, f"{HERE}:right", f"{HERE}:wrong")
 acts("task.agent", "inputs", asked, ("question",), ("question", "gold"))
 acts("task.agent", "modules", asked, ("one",), ("two",))
 acts("task.agent", "rules.pattern", asked, "title", "nothing", rules__reply="by rule")

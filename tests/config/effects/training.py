@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 from transformers import TrainerControl
 
@@ -81,20 +81,11 @@ def collector_of(config: Any, engine: FakeEngine) -> WeightStage:
         def sync(self, version: int) -> None:
             engine.policy_version = version
 
-    quiet: Any = SimpleNamespace(status=lambda text: None)
-    log = StepLog(rundir=SimpleNamespace(), progress=quiet, trackers=SimpleNamespace())  # type: ignore[arg-type]
+    log = StepLog(rundir=MagicMock(), progress=MagicMock(), trackers=MagicMock())
     task = FakeTask(Chain(("a",)))
-    return OfFakes(
-        config=config,
-        task=task,
-        engine=engine,
-        tokenizer=SimpleNamespace(),  # type: ignore[arg-type]
-        trainer=SimpleNamespace(forwards=None),  # type: ignore[arg-type]
-        examples=task.examples("train"),
-        reward_set="outcome",
-        engines=[engine],
-        log=log,
-    )
+    sampling: Any = {"task": task, "examples": task.examples("train"), "reward_set": "outcome"}
+    engines: Any = {"engine": engine, "engines": [engine], "tokenizer": MagicMock(), "trainer": MagicMock()}
+    return OfFakes(config=config, log=log, **sampling, **engines)
 
 
 def collected(name: str, options: Options, folder: Path) -> object:
@@ -168,18 +159,8 @@ def saves(name: str, options: Options, folder: Path) -> object:
     return due, len(trainer.get_train_dataloader())
 
 
-def refilled(name: str, options: Options, folder: Path) -> object:
-    """Examples sampled in a step in which no example has signal."""
-    own = {f"algo.{key}": value for key, value in options.items()}
-    config = config_of({"algo": {"name": name}, **own, "train.batch_size": 2})
-    collector = collector_of(config, FakeEngine(seeded_letter))
-    nothing = Credit(algo=name, entries=())
-    with patch("mmrl.stages.collect.annotate", lambda forwards, forest: forest):
-        return len(collector.collect(1, lambda forest: nothing).forest.examples)
-
-
-def rewritten(name: str, options: Options, folder: Path) -> object:
-    """What is trained of a call: as sampled, or written again."""
+def without_signal(name: str, options: Options, folder: Path) -> object:
+    """Calls sampled in a step in which no example has signal, with what is trained of them: as sampled or rewritten."""
 
     class Canon(Chain):
         def canonical(self, call: Any) -> str:
@@ -197,8 +178,8 @@ def rewritten(name: str, options: Options, folder: Path) -> object:
     return sorted((call.id, call.completion_ids) for call in batch.forest.calls.values())
 
 
-acts(GROUPS, "refill_rounds", refilled, 1, 2, zero_variance="refill")
-acts("algo.mmgrpo", "reserialise", rewritten, False, True)
+acts(GROUPS, "refill_rounds", without_signal, 1, 2, zero_variance="refill")
+acts("algo.mmgrpo", "reserialise", without_signal, False, True)
 acts(TRAIN, "train.steps", saves, 3, 2)
 acts(TRAIN, "train.save_every", saves, 1, 2)
 acts(TRAIN, "train.keep", saved, 1, 2)
