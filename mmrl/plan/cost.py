@@ -142,6 +142,8 @@ SHARDED = {
 """Parts of `states` that processes share, by `hardware.sharding`; `hardware.cpu_offload` moves the same to the host."""
 GATHERED_LAYERS = 2
 """Layers whose sharded weights are whole at once: the one that computes, and the next one."""
+CACHED = ("prompt_unique", "completion", "continued")
+"""Parts of a `Load` whose keys and values a cache holds."""
 TRAINED_WIDTH = 4
 """Bytes of a trained number, its gradient and each of its two moments: float32 (`trainer.trl_trainer`)."""
 
@@ -247,6 +249,8 @@ def sleeps(config: TrainCommandConfig) -> bool:
 def engine_memory(config: TrainCommandConfig, shape: Shape, load: Load, device: Device) -> dict[str, float]:
     """Return bytes per generating device by part: with vLLM all weights on each, with `transformers` the trainer's.
 
+    The embedded engine stores what later turns go on from (`PrefixStore`), up to `engine.batch_tokens` once more.
+
     vLLM fills the rest of its share of the memory with its KV cache, whatever the step asks for. A server that is given
     (`engine.urls`) has devices that nobody here knows.
     """
@@ -254,8 +258,12 @@ def engine_memory(config: TrainCommandConfig, shape: Shape, load: Load, device: 
     if engine.servers:
         return {}
     if (vllm := engine.as_vllm) is None:
-        tokens = (load.prompt_unique + load.completion) / generating_devices(config)
-        return {"KV cache": min(tokens, float(engine.in_process.batch_tokens)) * shape.kv_bytes(width)}
+        devices, most = generating_devices(config), float(engine.in_process.batch_tokens)
+        tokens = {"KV cache": load.prompt_unique + load.completion, "stored turns": load.continued}
+        parts = {part: min(held / devices, most) * shape.kv_bytes(width) for part, held in tokens.items()}
+        # Projections side by side: in float32 with an adapter added, so one copy for each, else one for all.
+        parts["fused weights"] = float(shape.block_parameters * width * (shape.adapters if width == 4 else 1))
+        return {"KV cache": parts["KV cache"]} if engine.in_process.loop == "hf" else parts
     # Whole on each device that generates: mmrl's vLLM uses no tensor parallelism.
     copy = float(shape.parameters * width)
     return {"KV cache": max(0.0, cache_room(vllm, device, copy)), "engine's copy": copy}

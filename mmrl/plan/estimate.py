@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
 from mmrl.config import TrainCommandConfig
 from mmrl.errors import ConfigError
 from mmrl.plan.cost import (
+    CACHED,
     GIB,
     Device,
     engine_memory,
@@ -61,16 +63,24 @@ class Plan:
         """Load of a step, all modules."""
         return sum(self.loads.values(), Load())
 
+    @property
+    def _largest(self) -> Load:
+        """The step's load, with the tokens of an evaluation where those are more: what the caches must hold."""
+        one, step = sum(self.rollout.values(), Load()), self.step
+        many = math.inf if self.items is None else float(self.items * self.config.eval.samples)
+        evaluation = {name: many * getattr(one, name) for name in CACHED if getattr(one, name)}
+        return replace(step, **{name: max(held, getattr(step, name)) for name, held in evaluation.items()})
+
     def memory(self) -> dict[str, float]:
         """Return the bytes per training device by part."""
         # No call is cut, so a pack holds the longest one; lengths are means of a module, and the largest stands for it.
         longest = max((load.prompt + load.completion) / load.calls for load in self.loads.values() if load.calls)
-        return memory(self.config, self.shape, self.step, longest, self.device)
+        return memory(self.config, self.shape, self._largest, longest, self.device)
 
     def rollout_memory(self) -> dict[str, float]:
         """Return the bytes per device reserved for rollouts, by part; empty without such devices."""
         reserved = self.config.hardware.rollout_devices
-        return engine_memory(self.config, self.shape, self.step, self.device) if reserved else {}
+        return engine_memory(self.config, self.shape, self._largest, self.device) if reserved else {}
 
     def host_memory(self) -> float:
         """Return the bytes of host memory that offloaded parts of all processes of one machine take."""
@@ -161,10 +171,11 @@ class Plan:
             cache = f"engine.gpu_memory below {engine.as_vllm.gpu_memory:g}"
         microbatch = f"a smaller train.microbatch_tokens ({config.train.microbatch_tokens or 'auto'} now)"
         checkpointed = config.model.gradient_checkpointing
+        elsewhere = "rollouts on devices of their own (hardware.rollout_devices, or engine.urls)"
         options = {
-            "rollouts on devices of their own (hardware.rollout_devices, or engine.urls)": ["engine's copy"],
+            elsewhere: ["engine's copy", "fused weights"],
             microbatch if checkpointed else "model.gradient_checkpointing=true": ["activations"],
-            cache: ["KV cache"],
+            cache: ["KV cache", "stored turns"],
             "algo.critic=adapter or head": ["critic"],
         }
         if config.model.lora is None:

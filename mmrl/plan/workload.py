@@ -77,6 +77,9 @@ class Load:
     """`trained` with shared prefixes counted once: what the update forwards."""
     decode_steps: float = 0.0
     """Tokens that have to be decoded one after the other."""
+    continued: float = 0.0
+    """Tokens of all calls of modules whose calls go on in the context of an earlier one; the embedded engine stores
+    their keys and values for the next turn."""
 
     def __add__(self, other: Load) -> Load:
         return Load(*map(operator.add, astuple(self), astuple(other)))
@@ -200,6 +203,7 @@ def path_load(size: Lengths, paths: float, prompts: float, trained: bool) -> Loa
         completion=completion,
         trained=(raw_prompt + completion) * trained,
         trained_unique=(unique + completion) * trained,
+        continued=(raw_prompt + completion) * (size.observation > 0 and size.calls > 1),
     )
 
 
@@ -220,13 +224,15 @@ def loads_of(forest: Forest, trained: set[str], factor: float) -> dict[str, Load
         # Completions that stand again in the prompts of later turns of their own contexts are never prefilled anew.
         continued = {call.parent for call in calls if call.turn > 0}
         reread = sum(call.completion_tokens for call in calls if call.id in continued)
+        prompt, completion = sum(len(call.prompt_ids) for call in calls), sum(call.completion_tokens for call in calls)
         load = Load(
             calls=len(calls),
-            prompt=sum(len(call.prompt_ids) for call in calls),
+            prompt=prompt,
             prompt_unique=max(0, unique_tokens({call.prompt_ids for call in calls}) - reread),
-            completion=sum(call.completion_tokens for call in calls),
+            completion=completion,
             trained=sum(len(call.prompt_ids) + call.completion_tokens for call in calls if call.id in trained),
             trained_unique=shared - shared_before,
+            continued=(prompt + completion) * bool(continued),
         )
         shared_before = shared
         turns = 1 + max((call.turn for call in calls), default=0)
@@ -256,13 +262,20 @@ def mean_rollout(forest: Forest, answered: Collection[str] = ()) -> dict[str, Lo
     loads = {}
     for module in forest.modules:
         total, steps = Load(), 0
+        goes_on = any(call.turn for call in forest.calls.values() if call.module == module)
         for rollout in forest.rollouts:
             calls = [call for call in forest.path(rollout) if call.module == module and module not in answered]
             prompts = [len(call.prompt_ids) for call in calls]
             completion = sum(call.completion_tokens for call in calls)
             # Of a later turn of one context only what was added since the turn before is prefilled.
             before = sum(len(last.prompt_ids) + last.completion_tokens for last, call in pairwise(calls) if call.turn)
-            total += Load(len(calls), sum(prompts), sum(prompts) - before, completion)
+            total += Load(
+                calls=len(calls),
+                prompt=sum(prompts),
+                prompt_unique=sum(prompts) - before,
+                completion=completion,
+                continued=(sum(prompts) + completion) * goes_on,
+            )
             steps = max(steps, completion)
         loads[module] = replace(total.scaled(1 / max(1, len(forest.rollouts))), decode_steps=float(steps))
     return loads

@@ -50,7 +50,7 @@ def test_calls_of_a_question_are_those_of_the_paper(capsys, words, calls):
 def test_tokens_by_hand(capsys):
     """FoF, G = 2, one question: the rewriter's prompt is shared, later prompts are not."""
     calls = planned(capsys, "algo=mhgpo_fof", "algo.group_size=2", LENGTHS, "train.batch_size=1")["calls"]
-    rewriter = {"calls": 2, "prompt": 20, "prompt_unique": 10, "completion": 4, "decode_steps": 2}
+    rewriter = {"calls": 2, "prompt": 20, "prompt_unique": 10, "completion": 4, "decode_steps": 2, "continued": 0}
     assert calls["rewriter"] == pytest.approx(rewriter | {"trained": 24, "trained_unique": 14})
     assert calls["answerer"]["trained"] == calls["answerer"]["trained_unique"] == pytest.approx(68)
 
@@ -71,6 +71,7 @@ def test_turns_of_one_context_are_forwarded_once(capsys):
     assert load["calls"] == pytest.approx(4)
     assert load["prompt"] == pytest.approx(2 * (20 + 32))
     assert load["trained_unique"] == pytest.approx(20 + 2 * (5 + 7 + 5))
+    assert load["continued"] == pytest.approx(2 * (20 + 32 + 5 + 5))
 
 
 def test_dry_rollouts_are_counted(capsys):
@@ -106,8 +107,10 @@ def test_the_shipped_model_has_the_size_of_its_weights(capsys):
 def test_weights_per_module_and_a_frozen_copy_are_counted(capsys):
     options = ["algo=mhgpo_fof", "task=hotpotqa", "model=tiny", "lengths=rewriter:20/5,reranker:20/5,answerer:20/5"]
     lora = [*options, "model.lora={r: 4}"]
-    one = planned(capsys, *lora)["trained_parameters"]
-    assert planned(capsys, *lora, "model.modules={}")["trained_parameters"] == 3 * one
+    plan = planned(capsys, *lora)
+    one, fused = plan["trained_parameters"], plan["memory_bytes"]["fused weights"]
+    each = planned(capsys, *lora, "model.modules={}")
+    assert (each["trained_parameters"], each["memory_bytes"]["fused weights"]) == (3 * one, 3 * fused)
     assert planned(capsys, *lora, "model.modules.reranker.frozen=true")["trained_parameters"] == 2 * one
     plain = planned(capsys, *options, "algo.freeze_modules=[reranker]")
     copied = planned(capsys, *options, "algo.freeze_modules=[reranker]", "algo.frozen_serving=true")
@@ -326,10 +329,28 @@ def test_each_process_s_own_engine_holds_its_share_of_the_cache(capsys):
     """FoF, G = 2, 32 questions: 32 * 188 tokens over two processes, of 147,456 bytes each; `engine.batch_tokens` bounds
     each process on its own."""
     arguments = ["model=qwen3_8b", LENGTHS, "algo=mhgpo_fof", "algo.group_size=2", "train.batch_size=32"]
-    arguments.append("hardware=h100x2")
-    assert planned(capsys, *arguments)["memory_bytes"]["KV cache"] == 16 * 188 * 147456
+    arguments += ["hardware=h100x2", "eval.items=1"]
+    memory = planned(capsys, *arguments)["memory_bytes"]
+    assert memory["KV cache"] == 16 * 188 * 147456 and "stored turns" not in memory
     few = planned(capsys, *arguments, "engine.batch_tokens=1000")
     assert few["memory_bytes"]["KV cache"] == 1000 * 147456
+
+
+def test_caches_hold_the_larger_of_a_step_and_an_evaluation_and_turns_that_go_on(capsys):
+    """Two turns of 5 tokens, 7 observed between them, prompt 20: 27 + 10 tokens of a rollout are computed, its two
+    turns of 25 and 37 tokens stored. A step has 2 rollouts on one prompt, an evaluation 9 on prompts of their own."""
+    arguments = ["model=qwen3_8b", "algo=mt_grpo", "task=tool_agent", "algo.group_size=2", "train.batch_size=1"]
+    arguments += ["lengths=agent:20/5/7x2", "hardware=gpu1", "device=h100"]
+
+    def held(*words):
+        memory = planned(capsys, *arguments, *words)["memory_bytes"]
+        return [memory[part] / 147456 for part in ("KV cache", "stored turns")]
+
+    assert held("eval.items=1") == pytest.approx([20 + 2 * (7 + 10), 2 * 62])
+    assert held("eval.items=9") == pytest.approx([9 * 37, 9 * 62])
+    assert held("eval.items=9", "engine.batch_tokens=400") == pytest.approx([9 * 37, 400])
+    # Transformers' own loop neither stores turns nor puts projections side by side.
+    assert not {"stored turns", "fused weights"} & planned(capsys, *arguments, "engine.loop=hf")["memory_bytes"].keys()
 
 
 def test_vllm_that_sleeps_does_not_add_to_the_update(capsys):
@@ -456,7 +477,7 @@ def test_one_rollout_by_hand():
     """Two turns of 5 tokens with 7 observed between them: 20 prompt tokens, then 32, of which 7 are new."""
     config = configured(["task=tool_agent"])
     loads = declared_rollout(config, ["agent"], {"agent": Lengths(prompt=20, completion=5, observation=7, calls=2)})
-    expected = Load(calls=2, prompt=52, prompt_unique=27, completion=10, decode_steps=10)
+    expected = Load(calls=2, prompt=52, prompt_unique=27, completion=10, decode_steps=10, continued=62)
     assert loads == {"agent": expected}
     assert declared_rollout(config, ["agent"], {}, answered=["agent"]) == {}
     ids = tuple(range(100))
@@ -466,7 +487,7 @@ def test_one_rollout_by_hand():
     calls = {call.id: call for call in (first, then, short)}
     rollouts = tuple(Rollout(id=f"r{leaf}", example="x", leaf=leaf, reward=0.0) for leaf in "bc")
     forest = Forest(calls=calls, rollouts=rollouts, modules=("agent",))
-    mean = Load(calls=1.5, prompt=36, prompt_unique=23.5, completion=6.5, decode_steps=10)
+    mean = Load(calls=1.5, prompt=36, prompt_unique=23.5, completion=6.5, decode_steps=10, continued=42.5)
     assert mean_rollout(forest) == {"agent": mean}
     assert mean_rollout(forest, answered=["agent"])["agent"].calls == 0
 
