@@ -11,6 +11,7 @@ before anything is trained, so that a stage that was killed samples none of them
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -242,9 +243,17 @@ def tokens_of(call: Call) -> int:
 
 
 def order(calls: Sequence[Call], mix: Mapping[str, float], seed: int) -> Iterator[int]:
-    """Yield indices into `calls` without end: one pass after the other, each in a new order.
+    """Yield indices into `calls` without end: one pass after the other (`passes`), each in a new order.
 
     A step may take the end of a pass and the start of the next: all steps are of one size, and no call is left out.
+    """
+    for rows, draws in passes(calls, mix, seed):
+        draws.shuffle(rows)
+        yield from rows
+
+
+def passes(calls: Sequence[Call], mix: Mapping[str, float], seed: int) -> Iterator[tuple[list[int], random.Random]]:
+    """Yield each pass's indices into `calls`, in their order, and its source of draws; passes never end.
 
     Args:
         mix: module -> how often a pass has each of its calls, relative to 1 for modules not named; rounded up or down
@@ -257,19 +266,21 @@ def order(calls: Sequence[Call], mix: Mapping[str, float], seed: int) -> Iterato
         for index, call in enumerate(calls):
             share = mix.get(call.module, 1.0)
             rows += [index] * (int(share) + (draws.random() < share - int(share)))
-        draws.shuffle(rows)
-        yield from rows
+        yield rows, draws
 
 
 def step_batch(step: int, calls: Sequence[Call]) -> StepBatch:
     """Return the calls of a step: the loss is the mean over all their completion tokens."""
-    weight, trained = 1 / sum(len(call.completion_ids) for call in calls), []
-    for index, call in enumerate(calls):
-        # All tokens have advantage 1 and one weight; the id is one within the step.
-        ones = (1.0,) * len(call.completion_ids)
-        entry = Entry(call=f"{index}", reward=1.0, advantages=ones, weights=(weight,) * len(ones))
-        trained.append(TrainCall(call=replace(call, id=f"{index}"), entries=(entry,)))
+    weight = 1 / sum(len(call.completion_ids) for call in calls)
+    trained = [train_call(f"{index}", call, weight) for index, call in enumerate(calls)]
     return StepBatch(step=step, calls=trained, metrics={"train/sequences": float(len(calls))})
+
+
+def train_call(name: str, call: Call, weight: float) -> TrainCall:
+    """Return a call whose tokens all have advantage 1 and one weight; `name`: its id within the step."""
+    tokens = len(call.completion_ids)
+    entry = Entry(call=name, reward=1.0, advantages=(1.0,) * tokens, weights=(weight,) * tokens)
+    return TrainCall(call=replace(call, id=name), entries=(entry,))
 
 
 def digest(calls: Sequence[Call]) -> str:
