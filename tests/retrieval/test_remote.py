@@ -58,6 +58,8 @@ def test_replies_in_the_forms_of_other_servers_are_read():
     assert [[(d.title, d.text, d.score) for d in result] for result in bare] == [[("Ada", "of Porto", 0.0)], []]
     colbert = read_dspy_reply({"topk": [{"text": "Ada | of | Porto", "pid": 3, "rank": 1, "score": 9.5, "prob": 0.4}]})
     assert colbert == [Document(id="3", title="Ada", text="of | Porto", score=9.5)]
+    with pytest.raises(ValueError, match="the server says: no index"):
+        read_dspy_reply({"error": True, "message": "no index", "topk": []})
     same = [read_search_r1_reply({"result": [[{"contents": "x\ny"}]]}, 1)[0][0].id for _ in range(2)]
     assert same[0] == same[1] != read_search_r1_reply({"result": [[{"contents": "x\nz"}]]}, 1)[0][0].id
 

@@ -102,6 +102,12 @@ def test_passage_collection_as_corpus(data_dir):
     assert len(load_corpus("task.corpus", str(path))) == 6119
 
 
+def test_search_r1s_passages_have_their_title_in_the_first_line(tmp_path):
+    path = saved(tmp_path / "wiki18.jsonl", [{"id": "7", "contents": '"Ada"\nof\nPorto'}])
+    (document,) = load_corpus("task.corpus", str(path))
+    assert (document.id, document.title, document.text) == ("7", "Ada", "of\nPorto")
+
+
 def test_files_without_passages_stand_on_lines_of_their_own(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()

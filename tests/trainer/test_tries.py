@@ -125,6 +125,8 @@ def test_packs_come_in_multiples_of_the_processes_and_cost_alike() -> None:
     assert max(costs) < 1.1 * min(costs)
     assert len(bin_pack(build_tries(rows), 250, 4)) == 4
     assert len(bin_pack(build_tries(rows[:1]), 250, 4)) == 1
+    # Three of 60 tokens: two packs of 100 would have room for their tokens, and none for the third.
+    assert [len(pack) for pack in bin_pack(build_tries([(n, *[9] * 59) for n in range(3)]), 100, 1)] == [1, 1, 1]
 
 
 def test_deep_forks_do_not_grow_without_bound(free: None) -> None:
