@@ -16,7 +16,7 @@ from mmrl.config.other_stages import PROMPT_SCHEMAS, SFT, SftConfig
 from mmrl.config.retriever import RETRIEVER_SCHEMAS
 from mmrl.config.schema import Algo, HardwareConfig, RootConfig, TrainCommandConfig
 from mmrl.config.tasks import TASK_SCHEMAS, task_schema
-from mmrl.errors import ConfigError, nearest
+from mmrl.errors import ConfigError, nearest, refuse
 from mmrl.secrets import holder, reveal, secret_name, user_in_address
 
 ConfigT = TypeVar("ConfigT", bound=RootConfig)
@@ -50,8 +50,7 @@ def validate(schema: type[ConfigT], raw: Mapping[str, object], *, stored: bool =
         # A secret is reported already, and pydantic's sentence might repeat its value.
         named = tuple(f"{problem.partition(': ')[0]}: " for problem in problems)
         problems += [sentence for sentence in explain(schema, error, raw=raw) if not sentence.startswith(named)]
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     return _with_shipped(config)
 
 
@@ -92,8 +91,7 @@ def revealed(stored: Mapping[str, object]) -> dict[str, object]:
             result[key] = reveal(value)
         except KeyError as error:
             problems.append(f"{key}: the environment variable {error.args[0]} is not set, which this run was given")
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     return result
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from mmrl.config.base import FETCHED, SHIPPED, value_at
-from mmrl.errors import CheckpointError, ConfigError, DataError, MmrlError
+from mmrl.errors import CheckpointError, DataError, MmrlError, refuse
 from mmrl.report.alarms import Alarm, alarms
 from mmrl.report.rundir import RunDir, is_run, step_of
 from mmrl.report.stats import (
@@ -278,6 +278,5 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
             other = f" (only {len(below)} of `mmrl eval`)" if below else ""
             problems.append(f"runs: {path}: no training run in it or below it{other}")
         by_path |= {run.resolve(): run for run in training}
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     return list(by_path.values())

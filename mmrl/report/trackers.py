@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmrl.config import RunConfig
-from mmrl.errors import ConfigError
+from mmrl.errors import ConfigError, refuse
 from mmrl.report.rundir import RunDir
 from mmrl.report.stats import number, short
 from mmrl.report.text import clean
@@ -119,8 +119,7 @@ def trackers(
         ConfigError: a package is not installed, or a tracker does not start.
     """
     report_to = settings.report_to
-    if problems := missing_trackers(report_to):
-        raise ConfigError(problems)
+    refuse(missing_trackers(report_to))
     run_settings = settings.model_copy(update={"name": settings.name or name, "group": settings.group or group})
     # Read only if it is sent: most runs have no tracker.
     config = without_secrets(run.config) if report_to else {}

@@ -209,7 +209,7 @@ def replica_problems(hardware: HardwareConfig, replicas: int) -> list[str]:
     """Return the problems of several vLLM servers on the GPUs of a hardware profile."""
     devices = hardware.rollout_devices or hardware.processes
     # Servers on one GPU share its memory (`engine.gpu_memory`).
-    # GPUs of a Ray cluster are counted where it is (`ray_cluster.refuse`).
+    # GPUs of a Ray cluster are counted where it is (`ray_cluster.refuse_cluster`).
     if hardware.device == "cpu" or hardware.ray is not None or devices == 1 or not devices % replicas:
         return []
     return [f"engine.replicas: got {replicas}, expected a divisor of {devices}, the GPUs that serve"]

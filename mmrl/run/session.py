@@ -74,7 +74,7 @@ def begin(config: StageConfig, command: Sequence[str], resumed: bool = False) ->
     on_ray = credited and config.hardware.ray is not None and launched() is None
     config = settle(config, ray_cluster.connect(config.hardware) if on_ray else None)
     if on_ray:
-        ray_cluster.refuse(config)
+        ray_cluster.refuse_cluster(config)
     # Before a folder is made: a model that cannot be had must leave none behind. A run that is continued has had it.
     if not resumed:
         check_model(config.model)

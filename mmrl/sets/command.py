@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from mmrl.config.base import Section
-from mmrl.errors import ConfigError, Stopped, gathered, print_error, unknown
+from mmrl.errors import ConfigError, Stopped, gathered, print_error, refuse, unknown
 from mmrl.report.overview import damage_named, find_runs
 from mmrl.report.text import align
 from mmrl.run.check import check_all
@@ -172,8 +172,7 @@ def _run_set(request: SetRequest, name: str, spec: SetSpec, compose: Compose) ->
     columns = _selected("columns", keys.columns, [*spec.columns], problems)
     if any(word.lstrip("+").startswith("run.dir=") for word in request.overrides):
         problems.append("run.dir: a set has a directory for each run; leave it out")
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     through = shlex.split(keys.through or "")
     # Side by side on this machine; a scheduler gives each run what it asks for.
     single = ["hardware.threads=1"] if keys.jobs > 1 and not through else []
@@ -208,16 +207,14 @@ def _run(plan: SetResult, at_once: int, through: Sequence[str], config_dir: str 
     for run in plan.queue:
         with gathered(problems):
             missing += [run] if state_of(run.path) != "finished" else []
-    if problems:
-        raise ConfigError(dict.fromkeys(problems))
+    refuse(dict.fromkeys(problems))
     print(_head(plan, missing), flush=True)
     first = [runs[0] for runs in by_cell(missing).values()]
     if through:
         from mmrl.run.plan import problems_elsewhere
 
         # The data and devices of another machine are checked there, when each run starts.
-        if problems := [problem for run in first for problem in problems_elsewhere(run.config)]:
-            raise ConfigError(dict.fromkeys(problems))
+        refuse(dict.fromkeys([problem for run in first for problem in problems_elsewhere(run.config)]))
     else:
         # What starts from another run is checked when it starts.
         check_all([run.config.in_folder(None) for run in first if run.after is None])

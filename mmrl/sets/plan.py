@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mmrl.config import EvalCommandConfig, RootConfig, StageConfig
 from mmrl.config.base import value_at
-from mmrl.errors import ConfigError, gathered
+from mmrl.errors import ConfigError, gathered, refuse
 from mmrl.sets.cells import SetResult
 from mmrl.sets.queue import SetRun
 from mmrl.sets.spec import Command, SetSpec
@@ -72,8 +72,7 @@ class Planner:
                     cells[row, column].append(self._run("eval" if spec.scores else "train", row, column, seed))
                 cell_name = f"{row} on {column}" if len(spec.columns) > 1 else row
                 problems += [f"{cell_name}: {problem}" for problem in cell_problems]
-        if problems:
-            raise ConfigError(dict.fromkeys(problems))
+        refuse(dict.fromkeys(problems))
         queue = list(self.runs.values())
         trained = Counter((run.row, run.seed) for run in queue if run.command == "train")
         for run in queue:

@@ -12,7 +12,7 @@ from uuid import uuid4
 
 from mmrl.config import RootConfig, StageConfig, StagedCommandConfig
 from mmrl.config.base import FETCHED
-from mmrl.errors import CheckpointError, ConfigError, MmrlError, gathered, print_error
+from mmrl.errors import CheckpointError, ConfigError, MmrlError, gathered, print_error, refuse
 from mmrl.models.policy import SET
 from mmrl.report.rundir import RunDir, rows_of
 from mmrl.report.stats import number
@@ -66,8 +66,7 @@ def sweep(
     for folder, config in ({} if searched else folders).items():
         with gathered(problems):
             job_state(Path(folder), config)
-    if problems:
-        raise ConfigError(dict.fromkeys(problems))
+    refuse(dict.fromkeys(problems))
     Path("outputs").mkdir(exist_ok=True)
     # A launcher may run jobs in processes on other machines (submitit), so what comes of them comes back as files.
     with TemporaryDirectory(dir="outputs", prefix=".sweep-") as scratch:

@@ -15,7 +15,7 @@ from uuid import uuid4
 from mmrl import __version__
 from mmrl.config import HardwareConfig, RootConfig
 from mmrl.config.engines import VllmServerConfig
-from mmrl.errors import ConfigError
+from mmrl.errors import ConfigError, refuse
 
 LOOK_S = 60.0
 """Longest wait for every node's answer."""
@@ -73,7 +73,7 @@ def server_resources(hardware: HardwareConfig, replicas: int) -> dict[str, float
     return {"CPU": float(max(hardware.threads or 1, gpus)), **({"GPU": float(gpus)} if gpus else {})}
 
 
-def refuse(config: RootConfig) -> None:
+def refuse_cluster(config: RootConfig) -> None:
     """Find a cluster that cannot take a run, before a folder is made. Ray itself admits no node with another Python.
 
     Raises:
@@ -101,8 +101,7 @@ def refuse(config: RootConfig) -> None:
         both = f"training and vLLM servers take {_text(_together(reserved))} together"
         raise ConfigError(f"hardware.rollout_devices, engine.replicas: {both}; the Ray cluster has {available}")
     problems = _node_problems([node for node in nodes if _holds(node["Resources"], need)], config.run.dir)
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
 
 
 def _nodes() -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, cast
 from mmrl.config.base import MINI, SPLITS
 from mmrl.config.retriever import Bm25Config, RetrieverConfig
 from mmrl.config.tasks import AgentJudgedConfig, OpenQaConfig
-from mmrl.errors import ConfigError, gathered
+from mmrl.errors import ConfigError, gathered, refuse
 from mmrl.records import Call, Example
 from mmrl.retrieval.base import Document
 from mmrl.retrieval.select import retriever_problems
@@ -89,8 +89,7 @@ class OpenQaTask(Task):
             problems += retriever_problems(self.retriever)
             with gathered(problems):
                 corpora = self._corpora(records)
-        if problems:
-            raise ConfigError(problems)
+        refuse(problems)
         self.search_tool = SearchTool(self.retriever, corpora or {"none": ()})
         self._examples = {split: self._split(split, records.get(split), seed, bool(records)) for split in SPLITS}
         self.tools: Mapping[str, Tool] = {"search": self._search} if self.searches else {}

@@ -15,7 +15,7 @@ from typing import Annotated, ClassVar, Protocol, runtime_checkable
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from mmrl.errors import ConfigError, DataError, unknown
+from mmrl.errors import ConfigError, DataError, refuse, unknown
 from mmrl.records import EMPTY, Call
 from mmrl.system.conf import conf_dir
 from mmrl.system.files import atomic_write, read_yaml, user_path
@@ -166,8 +166,7 @@ class Prompts:
             problems += self.templates[module][role].problems(f"prompts: {module}.{role}", prompt.instructions)
             texts[module] = {**texts[module], role: prompt.instructions}
             shots[module] = prompt.shots
-        if problems:
-            raise ConfigError(problems)
+        refuse(problems)
         return replace(self, texts=texts, shots={module: demos for module, demos in shots.items() if demos})
 
     def write(self, path: Path) -> None:
@@ -258,8 +257,7 @@ def load_prompts(templates: Templates, path: str | None) -> Prompts:
             else:
                 problems += templates[module][role].problems(where, text)
                 texts[module][role] = text
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     return Prompts(templates, texts, {module: demos for module, demos in shots.items() if demos}, instructing)
 
 

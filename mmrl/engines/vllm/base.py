@@ -28,7 +28,7 @@ from mmrl.engines.embedded.batch_rows import (
     eos_ids,
 )
 from mmrl.engines.vllm.command import exact, logprobs_mode, served_dtype, vllm_problems
-from mmrl.errors import ConfigError, EngineFailure
+from mmrl.errors import EngineFailure, refuse
 from mmrl.models.chat import render_prompt
 from mmrl.models.load import load_configs
 
@@ -71,8 +71,7 @@ class VllmEngine(Engine):
     def __init__(
         self, model: nn.Module | None, tokenizer: PreTrainedTokenizerBase, config: VllmConfig, setup: EngineSetup
     ):
-        if problems := vllm_problems(config, setup.device):
-            raise ConfigError(problems)
+        refuse(vllm_problems(config, setup.device))
         assert setup.weights is not None and setup.folder is not None
         # A wrapper of peft passes attributes on to the model inside.
         self.model = cast("PreTrainedModel | None", model)

@@ -21,7 +21,7 @@ import dspy
 from dspy.utils.exceptions import AdapterParseError
 from dspy.utils.parallelizer import ParallelExecutor
 
-from mmrl.errors import ConfigError, ParseFailure, ProgramFailure, unknown
+from mmrl.errors import ConfigError, ParseFailure, ProgramFailure, refuse, unknown
 from mmrl.records import Call, Example
 from mmrl.rollout.dspy.attempts import counted_anew
 from mmrl.rollout.dspy.guard import guarded
@@ -90,8 +90,7 @@ class DspyProgram:
         signature = predictor.signature
         problems = _field_problems("inputs", inputs, signature.input_fields)
         problems += _field_problems("outputs", outputs, signature.output_fields)
-        if problems:
-            raise ConfigError(problems)
+        refuse(problems)
         adapter = adapter_in_use(self.layout)
         text = self.written(module, outputs).strip()
         try:

@@ -13,7 +13,7 @@ from mmrl import rng
 from mmrl.config import PromptCommandConfig
 from mmrl.config.base import literal
 from mmrl.config.other_stages import BootstrapConfig, PromptConfig
-from mmrl.errors import ConfigError, DataError, gathered, unknown
+from mmrl.errors import ConfigError, DataError, gathered, refuse, unknown
 from mmrl.records import Example
 from mmrl.system.files import read_yaml, user_path
 from mmrl.tasks.base import Task
@@ -79,8 +79,7 @@ def read_instructions(path: str, modules: Sequence[str]) -> dict[str, list[str]]
             problems.append(unknown(where, module, modules))
         elif not (isinstance(texts, list) and texts and all(isinstance(text, str) and text.strip() for text in texts)):
             problems.append(f"{where}: {module}: got {literal(texts)[:60]}, expected a list of texts")
-    if problems:
-        raise ConfigError(problems)
+    refuse(problems)
     return {module: content.get(module, []) for module in modules}
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from mmrl.config.base import SPLITS
 from mmrl.config.tasks import TaskConfig
-from mmrl.errors import ConfigError, DataError, gathered
+from mmrl.errors import ConfigError, DataError, gathered, refuse
 from mmrl.records import Example
 from mmrl.system.files import user_path
 from mmrl.system.objects import readable
@@ -68,8 +68,7 @@ class DspyTask(Task):
             loaded = self.load()
             for split in SPLITS:
                 self._examples[split] = subset_of(loaded[split], split, seed, config.data.items_of(split))
-        if problems:
-            raise ConfigError(problems)
+        refuse(problems)
         # `make_program` may need what `load` has read (labels), so it comes last.
         self.program = program = self.make_program()
         self.predictors: Mapping[str, dspy.Predict] = {}

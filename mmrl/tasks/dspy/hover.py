@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, TypedDict
 from pydantic import BaseModel, BeforeValidator, Field, StrictInt
 
 from mmrl.config.tasks import HoverConfig
-from mmrl.errors import ConfigError, DataError, gathered
+from mmrl.errors import ConfigError, DataError, gathered, refuse
 from mmrl.records import Call, Example
 from mmrl.retrieval.base import Document
 from mmrl.retrieval.select import retriever_problems
@@ -88,8 +88,7 @@ class HoverTask(DspyTask):
         documents: Sequence[Document] = ()
         with gathered(problems):
             documents = self._documents()
-        if problems:
-            raise ConfigError(problems)
+        refuse(problems)
         self.documents = documents
         self.search_tool = SearchTool(config.retriever, {CORPUS: documents})
         self.tools = {"search": self.search}

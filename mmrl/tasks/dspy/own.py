@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mmrl.config.tasks import DspyProgramConfig, TaskConfig
-from mmrl.errors import ConfigError, DataError, ProgramFailure, RewardFailure, gathered
+from mmrl.errors import ConfigError, DataError, ProgramFailure, RewardFailure, gathered, refuse
 from mmrl.records import EMPTY, LARGEST, Call, Example
 from mmrl.system.objects import imported, readable
 from mmrl.system.user_code import as_async, as_number, call_scorer, located
@@ -118,8 +118,7 @@ class RecordTask(DspyTask):
             problems.append(f"{reward} takes {takes}, expected a function (record, prediction) -> number")
         if self.of_dspy and (problem := inputs_problem(self._program, parts.inputs)) is not None:
             problems.append(f"{key('inputs')}: got {', '.join(parts.inputs)}, {problem}")
-        if problems:
-            raise ConfigError(problems)
+        refuse(problems)
 
     def mini(self, split: str) -> Sequence[Example]:
         """Refuse a config without any data."""
@@ -198,8 +197,7 @@ class ImportedTask(RecordTask):
             "inputs": "expected the fields of a record that the program gets, such as [question]",
         }
         problems = [f"task.{name}: missing; {hint}" for name, hint in expected.items() if not getattr(config, name)]
-        if problems:
-            raise ConfigError(problems)
+        refuse(problems)
         metric, path = imported("task.metric", str(config.metric)), str(config.program)
         if not callable(metric):
             raise ConfigError(f"task.metric: {config.metric} is a {type(metric).__name__}, expected a function")

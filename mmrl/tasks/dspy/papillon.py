@@ -16,7 +16,7 @@ from pydantic import AliasChoices, BaseModel, Field
 
 from mmrl.config.tasks import PapillonConfig
 from mmrl.engines.openai import OpenAIChat
-from mmrl.errors import ConfigError, DataError, EngineFailure, ToolFailure, gathered
+from mmrl.errors import DataError, EngineFailure, ToolFailure, gathered, refuse
 from mmrl.records import Call, Example
 from mmrl.tasks import metrics
 from mmrl.tasks.agents.judge import EndpointJudge
@@ -82,8 +82,7 @@ class PapillonTask(DspyTask):
         self.endpoints = endpoints
         with gathered(problems):
             super().__init__(config, seed)
-        if problems:
-            raise ConfigError(problems)
+        refuse(problems)
         self.by_rule = make_external()
         self.tools = {"external": self.ask_external}
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmrl.config.tasks import AnyAgentConfig
-from mmrl.errors import ConfigError, LengthFailure, ProgramFailure, RewardFailure, gathered, unknown
+from mmrl.errors import ConfigError, LengthFailure, ProgramFailure, RewardFailure, gathered, refuse, unknown
 from mmrl.records import Call, Example
 from mmrl.retrieval.select import server_problems
 from mmrl.serve.gateway import Session, gateway, json_value
@@ -144,8 +144,7 @@ class AgentTask(RecordTask):
             play = _command(config.command, config.client_env) if config.command is not None else play
         with gathered(problems):
             metric = _result if config.metric is None else imported("task.metric", config.metric)
-        if problems:
-            raise ConfigError(problems)
+        refuse(problems)
         parts = OwnTask(AgentProgram(play, config), metric, config.inputs, main_metric="score")
         name = config.agent or str(config.command)
         reward = f"task.metric: {config.metric}"
