@@ -194,7 +194,7 @@ def partial_of(folder: Path) -> Path:
 def _check_plan(work: Path, spec: IndexSpec, stamp: str) -> None:
     plan = json.dumps({"format": FORMAT, "kind": spec.kind, "settings": dict(spec.settings), "stamp": stamp})
     file = work / PLAN
-    if file.is_file() and file.read_text(encoding="utf-8") != plan:
+    if file.is_file() and file.read_bytes() != plan.encode():
         raise DataError(
             f"index: {work} is an unfinished build with other settings or sources; continue it as it was started, "
             "or remove it"

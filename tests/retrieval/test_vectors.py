@@ -112,6 +112,12 @@ def test_a_killed_build_goes_on_where_it_was(model, tmp_path, monkeypatch):
         read_info(folder)
     with pytest.raises(DataError, match="unfinished build with other settings"):
         build_index(folder, dense_spec(model, faiss="hnsw"), lambda: DOCUMENTS)
+    plan = partial_of(folder) / "plan.json"
+    written = plan.read_bytes()
+    plan.write_bytes(b"\xb3" + written[1:])  # a bit of a disk
+    with pytest.raises(DataError, match="unfinished build with other settings"):
+        build_index(folder, dense_spec(model), lambda: DOCUMENTS)
+    plan.write_bytes(written)
     info = build_index(folder, dense_spec(model), lambda: DOCUMENTS)
     assert encoded == [20, 20, 20, 20, 20, 10]  # the third one twice
     monkeypatch.setattr(Encoder, "passages", whole)
