@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from mmrl.config.base import FETCHED
 from mmrl.config.schema import ALL_LINEAR, ModelConfig
 from mmrl.errors import ConfigError
 from mmrl.models.load import model_path
+from mmrl.report.rundir import read_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def shape_of(model: ModelConfig) -> Shape:
     """
     config = Path(model_path(model)) / "config.json"
     if config.is_file():
-        return read_shape(json.loads(config.read_text(encoding="utf-8")), str(config))
+        return read_shape(read_object(config), str(config))
     if model.path in KNOWN or model.path in FETCHED:
         return KNOWN[FETCHED.get(model.path, model.path)]
     raise ConfigError(
@@ -111,8 +111,8 @@ def read_shape(content: dict[str, object], source: str) -> Shape:
 
     def number(name: str, default: int | None = None) -> int:
         value = content.get(name, default)
-        if not isinstance(value, int):
-            raise ConfigError(f"model.path: {source} has no whole number '{name}', so its size is not known")
+        if not isinstance(value, int) or value < 1:
+            raise ConfigError(f"model.path: {source} has no positive whole number '{name}', so its size is not known")
         return value
 
     # `head_dim` is written only where it is not hidden / heads (Qwen3).

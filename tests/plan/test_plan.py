@@ -11,7 +11,7 @@ from mmrl.cli import main
 from mmrl.cli.configs import configured
 from mmrl.errors import ConfigError
 from mmrl.plan.cost import GIB, GPUS, Device, Gpu, evaluation_seconds, known_gpu
-from mmrl.plan.shapes import KNOWN, Shape, read_shape
+from mmrl.plan.shapes import KNOWN, Shape
 from mmrl.plan.workload import Lengths, Load, declared_rollout, mean_rollout, unique_tokens
 from mmrl.records import Call, Forest, Rollout
 from mmrl.sets.words import read_set, words_of
@@ -286,9 +286,11 @@ def test_rollouts_without_a_call_are_refused_with_their_reason(tmp_path, capsys,
     assert "error: dry: none of the rollouts has made a call (KeyError: 'inputs' (" in capsys.readouterr().err
 
 
-def test_a_config_without_sizes_is_refused():
-    with pytest.raises(ConfigError, match="num_attention_heads"):
-        read_shape({"hidden_size": 8}, "here/config.json")
+@pytest.mark.parametrize("content", [b'{"hidden_size": 8}', b'{"num_attention_heads": 0}', b"{", b"[]", b"\xb3"])
+def test_a_config_without_sizes_is_refused(content, tmp_path, errors_of):
+    (tmp_path / "config.json").write_bytes(content)
+    said = f"error: model.path: {tmp_path}/config.json has no positive whole number 'num_attention_heads'"
+    assert said in errors_of("plan", "model=hf", f"model.path={tmp_path}", "dry=0")
 
 
 EIGHT = ("model=llama31_8b_instruct", LENGTHS, "hardware=h100x8", "device=h100")
