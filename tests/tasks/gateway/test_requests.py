@@ -380,3 +380,37 @@ def test_a_reply_of_anthropics_that_a_stop_sequence_ended_names_it():
         {"content": [{"type": "text", "text": "at "}], "stop_reason": "stop_sequence", "stop_sequence": "STOP"},
         {"content": [{"type": "text", "text": "at STOP it"}], "stop_reason": "end_turn", "stop_sequence": None},
     ]
+
+
+def test_an_agent_of_anthropics_calls_tools_and_reads_streams():
+    """A result goes on in the context of the turn that asked for it; what cannot be read is refused in its words."""
+    events, refused = [], []
+
+    async def agent(example, base_url, api_key):
+        tool = {"name": "search", "description": "finds", "input_schema": SEARCH["function"]["parameters"]}
+        body = {"model": "m", "max_tokens": 80, "system": "Be brief.", "tools": [tool], "tool_choice": {"type": "any"}}
+        messages = [{"role": "user", "content": [{"type": "text", "text": "Where is Porto?"}]}]
+        async with httpx.AsyncClient(base_url=base_url, headers={"x-api-key": api_key}) as asking:
+            image = [{"role": "user", "content": [{"type": "image", "source": {}}]}]
+            refused.append((await asking.post("/messages", json={**body, "messages": image})).json()["error"]["message"])
+            (use,) = (await asking.post("/messages", json={**body, "messages": messages})).json()["content"]
+            assert (use["type"], use["name"], use["input"]) == ("tool_use", "search", {"query": "Porto"})
+            found = {"type": "tool_result", "tool_use_id": use["id"], "content": [{"type": "text", "text": "a city"}]}
+            messages += [{"role": "assistant", "content": [use]}, {"role": "user", "content": [found]}]
+            body |= {"messages": messages, "stream": True, "tool_choice": {"type": "auto"}}
+            async with asking.stream("POST", "/messages", json=body) as reply:
+                async for line in reply.aiter_lines():
+                    events.extend([json.loads(line[6:])] if line.startswith("data: ") else [])
+        return "1"
+
+    engine = Scripted(lambda prompt: "It is a city." if "a city" in prompt else CALLED, tokenizer("qwen3"))
+    rollout, calls = one(agent_task(agent), engine)
+    assert rollout.error is None, rollout.error_message
+    assert [call.turn for call in calls] == [0, 1] and "a city" in engine.prompts[1]
+    assert [event["type"] for event in events if event["type"] != "ping"] == [
+        *("message_start", "content_block_start", "content_block_delta", "content_block_stop"),
+        *("message_delta", "message_stop"),
+    ]
+    (delta,) = (event["delta"] for event in events if event["type"] == "content_block_delta")
+    assert delta == {"type": "text_delta", "text": "It is a city."}
+    assert "a block of type 'image', and this model reads text alone" in refused[0]
