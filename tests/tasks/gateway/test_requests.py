@@ -392,7 +392,7 @@ def test_an_agent_of_anthropics_calls_tools_and_reads_streams():
         messages = [{"role": "user", "content": [{"type": "text", "text": "Where is Porto?"}]}]
         async with httpx.AsyncClient(base_url=base_url, headers={"x-api-key": api_key}) as asking:
             image = [{"role": "user", "content": [{"type": "image", "source": {}}]}]
-            refused.append((await asking.post("/messages", json={**body, "messages": image})).json()["error"]["message"])
+            refused.append((await asking.post("/messages", json={**body, "messages": image})).json())
             (use,) = (await asking.post("/messages", json={**body, "messages": messages})).json()["content"]
             assert (use["type"], use["name"], use["input"]) == ("tool_use", "search", {"query": "Porto"})
             found = {"type": "tool_result", "tool_use_id": use["id"], "content": [{"type": "text", "text": "a city"}]}
@@ -413,4 +413,4 @@ def test_an_agent_of_anthropics_calls_tools_and_reads_streams():
     ]
     (delta,) = (event["delta"] for event in events if event["type"] == "content_block_delta")
     assert delta == {"type": "text_delta", "text": "It is a city."}
-    assert "a block of type 'image', and this model reads text alone" in refused[0]
+    assert "a block of type 'image', and this model reads text alone" in refused[0]["error"]["message"]
