@@ -89,7 +89,9 @@ def evaluation_curve(history: History, split: str, names: Sequence[str]) -> str:
         return ""
     with drawing() as (axes, svg):
         first = f"eval/{split}/{next(iter(curves))}"
-        (steps, lows), (_, highs) = (series(history, f"{first}_{end}") for end in ("low", "high"))
+        low, high = (dict(zip(*series(history, f"{first}_{end}"), strict=True)) for end in ("low", "high"))
+        steps = [step for step in low if step in high]
+        lows, highs = ([end[step] for step in steps] for end in (low, high))
         axes.fill_between(steps, lows, highs, color=LINES[0], alpha=0.18, linewidth=0)
         _draw(axes, curves, MARKERS)
         _by_step(axes, f"score on {split}")

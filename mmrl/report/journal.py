@@ -152,11 +152,17 @@ def decode_step(lines: Sequence[JsonObject]) -> tuple[Forest, list[JsonObject]]:
             raise ValueError(f"unknown kind of line '{kind}'")
     if head is None:
         raise ValueError("no forest line")
-    return Forest(calls={call.id: call for call in calls}, rollouts=tuple(rollouts), **_tuples(head)), entries
+    modules, step, meta = tuple(head["modules"]), head["step"], head["meta"]
+    if not isinstance(step, int) or not isinstance(meta, dict):
+        raise TypeError(f"step: got {step!r:.40}, meta: got {meta!r:.40}, expected a number and an object")
+    forest = Forest(
+        calls={call.id: call for call in calls}, rollouts=tuple(rollouts), modules=modules, step=step, meta=meta
+    )
+    return forest, entries
 
 
 def _tuples(record: JsonObject) -> JsonObject:
-    """Convert a record's lists to tuples: of a call or an entry ids and numbers per token; facts stay lists."""
+    """Convert the lists of a call or an entry, which are ids and numbers per token, to tuples; facts stay lists."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in record.items()}
 
 

@@ -108,7 +108,8 @@ def export(request: ExportArguments) -> None:
     # Beside the target and renamed: a copy that was interrupted would load, and answer nonsense.
     with storage(request.out), atomic_dir(request.out) as folder:
         notes = _write(folder, request, run, config, checkpoint, choice)
-        text = _card(overview, request, config, choice, folder, step)
+        with damage_named(run.path):
+            text = _card(overview, request, config, choice, folder, step)
         (folder / "README.md").write_text(text, encoding="utf-8")
     print(f"exported step {step} of {run.path}: {request.out}")
     for note in notes:

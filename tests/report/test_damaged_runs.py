@@ -43,3 +43,10 @@ def test_the_damaged_file_is_named(name, old, new, says, tmp_path, monkeypatch, 
         assert lines and all(line.startswith("error: ") for line in lines), (command, lines)
         assert f"{path.name}{says}" in lines[0], (command, lines)
     assert not (tmp_path / "outputs").exists()
+
+
+def test_what_only_the_pages_template_notices_is_one_line(tmp_path, errors_of):
+    run = fake_run(tmp_path / "run", steps=1)
+    run.write_summary({"name": "x", "facts": "t"})
+    (line,) = errors_of("report", str(run.path)).splitlines()
+    assert line.startswith(f"error: {run.path}: a file in it is damaged, so that this cannot be shown (")

@@ -249,6 +249,13 @@ def test_curves_that_agree_are_both_seen_and_the_legend_is_above_them():
     labels = [float(y) for y in re.findall(r'y="([0-9.]+)"[^>]*>(?:em|f1|reward)<', svg)]
     curves = [float(y) for y in re.findall(r'd="M [0-9.]+ ([0-9.]+) [^"]*"\s+clip-path', svg)]
     assert len(labels) == 3 and len(curves) >= 4 and max(labels) < min(curves)
+    # A band is drawn where both of its ends are.
+    halves = [{**history[0], "step": step, "eval/dev/em_high": None} for step in (20, 30)]
+    corners = [
+        len(re.findall(r'<path id="[^"]*" d="([^"]*)z\n"/>', evaluation_curve(rows, "dev", ["em"]))[0].splitlines())
+        for rows in (history, [*history, *halves])
+    ]
+    assert corners[0] == corners[1]
 
 
 def test_the_tokens_of_a_completion_are_coloured_by_their_advantage():

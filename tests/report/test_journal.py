@@ -119,22 +119,36 @@ def test_a_missing_step_names_those_that_exist(run):
         read_step(run, 9)
 
 
-@pytest.mark.parametrize("damage", ["cut", "zeroed", "unknown", "headless"])
+def with_head(lines, **changed):
+    """A journal whose forest has other fields; None: without it."""
+    head = {**json.loads(lines[0]), **changed}
+    first = json.dumps({name: value for name, value in head.items() if value is not None}).encode() + b"\n"
+    return gzip.compress(b"".join([first, *lines[1:]]))
+
+
+DAMAGE = {
+    "cut": lambda data, lines: data[:-20],
+    "zeroed": lambda data, lines: data[:20] + bytes(len(data) - 20),
+    "unknown": lambda data, lines: gzip.compress(b"".join(lines) + b'{"line":"other"}\n'),
+    "headless": lambda data, lines: gzip.compress(b"".join(lines[1:])),
+    "modules": lambda data, lines: with_head(lines, modules=3),
+    "no meta": lambda data, lines: with_head(lines, meta=None),
+    "meta": lambda data, lines: with_head(lines, meta=[1]),
+    "step": lambda data, lines: with_head(lines, step="x"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_a_damaged_journal_is_one_clear_error(run, damage):
     write_step(run, small_forest())
     path = run.journal_path(3)
     data = path.read_bytes()
     lines = gzip.decompress(data).splitlines(keepends=True)
-    path.write_bytes(
-        {
-            "cut": data[:-20],
-            "zeroed": data[:20] + bytes(len(data) - 20),
-            "unknown": gzip.compress(b"".join(lines) + b'{"line":"other"}\n'),
-            "headless": gzip.compress(b"".join(lines[1:])),
-        }[damage]
-    )
+    path.write_bytes(damage(data, lines))
     with pytest.raises(CheckpointError, match="damaged journal"):
         read_step(run, 3)
+    path.write_bytes(with_head(lines, of_a_later_version=1))
+    assert read_step(run, 3)[0] == small_forest()
 
 
 def test_a_writer_has_written_when_it_was_waited_for(tmp_path):

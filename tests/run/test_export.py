@@ -102,6 +102,13 @@ def test_names_of_weights_cannot_lead_out_of_the_folder(by_module: Path, tmp_pat
     assert not (tmp_path / "a").exists()
 
 
+def test_a_damaged_file_that_the_card_reads_leaves_no_export(full: Path, tmp_path: Path, errors_of: Any) -> None:
+    run = shutil.copytree(full, tmp_path / "run")
+    (run / "environment.json").write_text('{"versions": null}')
+    (line,) = errors_of("export", str(run), f"out={tmp_path / 'out'}").splitlines()
+    assert line.startswith(f"error: {run}: a file in it is damaged") and not (tmp_path / "out").exists()
+
+
 def test_merged_weights_are_base_plus_adapter(by_module: Path, random_model: str, tmp_path: Path, capsys: Any) -> None:
     """W + (alpha / r) B A, in the base's type; of each trained module in a folder."""
     capsys.readouterr()
