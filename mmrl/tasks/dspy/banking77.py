@@ -66,8 +66,11 @@ class Banking77Task(DspyTask):
         """See `DspyTask.mini`."""
         return mini_records(split, "support")
 
-    def example(self, key: str, row: Row, number: str) -> Example:
-        """See `DspyTask.example`."""
+    def read(self, split: str) -> Sequence[Example]:
+        """See `DspyTask.read`."""
+        return self.read_all(split, self._example)
+
+    def _example(self, key: str, row: Row, number: str) -> Example:
         query = read_as(Query, key, row)
         name = record_id(row.values, "id", otherwise=number)
         return Example(id=name, inputs={"text": query.text}, metadata={"label": query.label})

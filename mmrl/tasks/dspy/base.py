@@ -10,7 +10,7 @@ import json
 import logging
 import sys
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from mmrl.config.base import SPLITS
@@ -103,20 +103,20 @@ class DspyTask(Task):
     def mini(self, split: str) -> Sequence[Example]:
         """Return the mini world's examples of a split, for a config that names no data."""
 
+    @abstractmethod
     def read(self, split: str) -> Sequence[Example]:
-        """Read the examples of a split's source: all rows, unless a task samples them."""
-        key = f"task.data.{split}"
-        rows = enumerate(self.rows(split))
-        return check_unique(key, ((row, self.example(key, row, f"{split}-{number}")) for number, row in rows))
+        """Read the examples of a split's source."""
 
-    def example(self, key: str, row: Row, number: str) -> Example:
-        """Convert a row to an example, for `read`.
+    def read_all(self, split: str, example: Callable[[str, Row, str], Example]) -> Sequence[Example]:
+        """Convert all rows of a split's source, for `read`.
 
         Args:
-            key: the config key of its source.
-            number: id of a row without one; its place is stable, since a source is read whole.
+            example: of the source's config key, a row, and the id for a row without one: its place, which is stable,
+                since a source is read whole.
         """
-        raise NotImplementedError
+        key = f"task.data.{split}"
+        rows = enumerate(self.rows(split))
+        return check_unique(key, ((row, example(key, row, f"{split}-{number}")) for number, row in rows))
 
     @abstractmethod
     def make_program(self) -> Any:

@@ -135,8 +135,11 @@ class RecordTask(DspyTask):
         """See `DspyTask.make_program`."""
         return self._program
 
-    def example(self, key: str, row: Row, number: str) -> Example:
-        """See `DspyTask.example`."""
+    def read(self, split: str) -> Sequence[Example]:
+        """See `DspyTask.read`."""
+        return self.read_all(split, self._example)
+
+    def _example(self, key: str, row: Row, number: str) -> Example:
         inputs, fields = self.parts_given.inputs, row.values if isinstance(row.values, Mapping) else {}
         if missing := [field for field in inputs if field not in fields]:
             raise DataError(f"{key}: {row.where}: {', '.join(missing)} is missing (fields: {', '.join(fields)})")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -186,7 +187,7 @@ class Body(httpx.AsyncByteStream):
 
 
 @dataclass
-class Busy:
+class Busy(ABC):
     """A server that stands where httpx sends; how many requests are under way at it, and whether each takes its time,
     is what shows what `key` does."""
 
@@ -194,8 +195,8 @@ class Busy:
     in_flight: int = 0
     most: int = 0
 
-    async def send(self, request: httpx.Request) -> httpx.Response:
-        raise NotImplementedError
+    @abstractmethod
+    async def send(self, request: httpx.Request) -> httpx.Response: ...
 
     def in_place(self) -> Any:
         return patch.object(httpx.AsyncClient, "send", lambda client, request, **more: self.send(request))
