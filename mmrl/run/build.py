@@ -6,6 +6,7 @@ config is checked without.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -116,11 +117,16 @@ def evaluated(task: Task, config: RootConfig, split: str) -> tuple[Sequence[Exam
 
 
 def check_model(model: ModelConfig) -> None:
-    """Find a model that cannot be had before a run directory is made: its tokenizer and its LoRA targets."""
-    from mmrl.models.load import load_tokenizer, refuse_targets
+    """Find a model that cannot be had before a run directory is made: its tokenizer, its files and its LoRA targets."""
+    from mmrl.models.adapter import targets_of
+    from mmrl.models.load import load_tokenizer, skeleton
 
     load_tokenizer(model)
-    refuse_targets(model)
+    empty, note = skeleton(model)
+    if note:
+        print(f"warning: {note}", file=sys.stderr)
+    if model.lora is not None:
+        targets_of(empty, model.lora)
 
 
 RECORD = "run"
