@@ -33,6 +33,9 @@ OF_EXPERTS = {
 RENAMED = (*OF_EXPERTS, "down_proj", "gate")
 """Targets that peft takes for the experts' in a mixture of experts, whatever else is called so."""
 ROUTERS = ("gate", "router")
+NO_DROPOUT = (
+    "peft has no dropout before the adapter of experts, so they get none; set model.lora.dropout=0 to train them"
+)
 
 
 # -- a saved adapter ---------------------------------------------------------------------------------------------------
@@ -108,6 +111,8 @@ class Targets:
     """Pattern of layers with such names that get none."""
     described: str
     """The share of the weights that it reaches, and which it leaves out."""
+    warning: str
+    """What nobody expects to be left out; empty for nothing."""
 
 
 def targets_of(model: PreTrainedModel, lora: LoraConfig) -> Targets:
@@ -149,7 +154,8 @@ def targets_of(model: PreTrainedModel, lora: LoraConfig) -> Targets:
         modules=modules,
         parameters=_short(parameters, [name for name, _ in model.named_parameters()]),
         excluded=_pattern([name for name in matched if name not in chosen]),
-        described=_describe(model, {*parameters, *(f"{name}.weight" for name in chosen)}, no_dropout),
+        described=_describe(model, {*parameters, *(f"{name}.weight" for name in chosen)}),
+        warning=NO_DROPOUT if no_dropout and lora.everywhere else "",
     )
 
 
@@ -230,12 +236,11 @@ def _pattern(names: Collection[str]) -> str | None:
     return "|".join(kinds) or None
 
 
-def _describe(model: PreTrainedModel, reached: Collection[str], no_dropout: bool) -> str:
+def _describe(model: PreTrainedModel, reached: Collection[str]) -> str:
     """Return the share of the weights that an adapter reaches, and the names of the matrices that it leaves out."""
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     share = sum(size for name, size in sizes.items() if name in reached) / sum(sizes.values())
     rest = [name for name, p in model.named_parameters() if name not in reached and p.ndim > 1]
     kinds = dict.fromkeys(re.sub(r"^.*\.\d+\.", "", name).removesuffix(".weight") for name in rest)
     left = f"; not {', '.join(kinds)}" if kinds else ""
-    why = " (peft has no dropout before the adapter of experts)" if no_dropout else ""
-    return f"reaches {share:.1%} of the weights{left}{why}"
+    return f"reaches {share:.1%} of the weights{left}"

@@ -227,6 +227,8 @@ def unknown_layers(causal: PreTrainedModel) -> str | None:
     name, config = type(causal).__name__, causal.config
     if name not in FAMILIES:
         return f"{name} is not one of {', '.join(FAMILIES)}"
+    if config._attn_implementation == "eager" or config._attn_implementation.startswith("flash"):
+        return f"its attention is '{config._attn_implementation}'"
     layer_types = getattr(config, "layer_types", None)
     if any(kind != "full_attention" for kind in layer_types or ()):
         return "some of its layers do not attend to the whole context"

@@ -100,18 +100,26 @@ def choose_attention(config: PreTrainedConfig, kind: type[PreTrainedModel], mode
     Raises:
         ConfigError: one that the class does not have, or that passes over a part of the config.
     """
+    from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+
+    available = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
     capped = next(
         (name for name, value in vars(config.get_text_config()).items() if CAP.search(name) and _is_number(value)), None
     )
     wanted = model.attention
     if wanted == "auto":
         return "sdpa" if kind._supports_sdpa and capped is None else "eager"
-    if wanted == "sdpa" and not kind._supports_sdpa:
-        raise ConfigError(f"model.attention: got sdpa, which {kind.__name__} does not have; expected auto or eager")
+    has = {"eager": True, "sdpa": kind._supports_sdpa}
+    fault = "" if has.get(wanted, kind._supports_flash_attn) else f"which {kind.__name__} does not have"
     if wanted == "sdpa" and capped is not None:
-        raise ConfigError(
-            f"model.attention: got sdpa, which passes over {capped} of {kind.__name__}; expected auto or eager"
-        )
+        fault = f"which passes over {capped} of {kind.__name__}"
+    if wanted in available and not fault:
+        if not available[wanted]():
+            fault = f"whose package ({wanted.replace('attention', 'attn')}) is not installed here, or finds no GPU"
+        elif model.dtype == "float32":
+            fault = "which computes in 16 bits alone, and model.dtype=float32"
+    if fault:
+        raise ConfigError(f"model.attention: got {wanted}, {fault}; expected auto, or another one")
     return wanted
 
 

@@ -123,10 +123,11 @@ def check_model(model: ModelConfig) -> None:
 
     load_tokenizer(model)
     empty, note = skeleton(model)
-    if note:
-        print(f"warning: {note}", file=sys.stderr)
-    if model.lora is not None:
-        targets_of(empty, model.lora)
+    warnings = [note]
+    if model.lora is not None and (left_out := targets_of(empty, model.lora).warning):
+        warnings.append(f"model.lora.targets: {left_out}")
+    for warning in filter(None, warnings):
+        print(f"warning: {warning}", file=sys.stderr)
 
 
 RECORD = "run"
