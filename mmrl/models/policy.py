@@ -54,6 +54,11 @@ class Policy:
     initial: str | None = None
     """Full weights that the name `INITIAL` stands for."""
 
+    @property
+    def folders(self) -> Mapping[str, str]:
+        """Name -> folder of every adapter; a shared one has peft's own name."""
+        return self.adapters or ({"default": self.adapter} if self.adapter is not None else {})
+
 
 def _name(name: str) -> str:
     if name in ("", ".", "..") or Path(name).name != name:
