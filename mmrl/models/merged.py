@@ -60,7 +60,7 @@ def merged(policy: Policy, model: ModelConfig) -> str:
             with atomic_dir(target) as folder:
                 write_merged(policy.base, checkpoint, model.model_copy(update={"revision": revision}), folder)
                 write_tokenizer(checkpoint, [folder])
-                write_marker(folder, checkpoint_step(checkpoint) or 0)
+                write_marker(folder, checkpoint_step(checkpoint))
     return str(target)
 
 

@@ -24,7 +24,7 @@ from mmrl.system.files import atomic_write, differences, digests, read_yaml
 POLICY = "policy.json"
 """File of a run without checkpoints that describes its policy, once it has one (`write_policy`)."""
 MARKER = "complete.json"
-"""File of a checkpoint, or of weights merged from one, with names, sizes and SHA-256 of the others, written last."""
+"""File of a checkpoint, of weights merged from one and of a fetched model: names, sizes and SHA-256 of the others."""
 EXTRA = "extra.json"
 """File of a checkpoint with further facts, such as which module speaks with which weights."""
 SET = "set.yaml"
@@ -101,8 +101,8 @@ def checkpoint_step(path: Path) -> int | None:
     return int(match.group(1)) if match else None
 
 
-def write_marker(folder: Path, step: int) -> None:
-    """Write the list of a folder's files, as the last of them."""
+def write_marker(folder: Path, step: int | None) -> None:
+    """Write the list of a folder's files, as the last of them; `step` is that of its name (`checkpoint_step`)."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     sizes = {str(file.relative_to(folder)): file.stat().st_size for file in files}
     marker = {"step": step, "files": sizes, "sha256": dict(zip(sizes, digests(files), strict=True))}
