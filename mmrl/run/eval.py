@@ -12,7 +12,8 @@ from mmrl.config import EvalCommandConfig
 from mmrl.engines import needs_model
 from mmrl.engines.base import total_usage
 from mmrl.errors import StorageError, TooManyFailures, failed_how, located, storage
-from mmrl.models.policy import Policy, describe_weights, is_shipped, other_task, require_undamaged
+from mmrl.models.merged import require_undamaged
+from mmrl.models.policy import Policy, describe_weights, is_shipped, other_task
 from mmrl.records import Example, Forest
 from mmrl.report.console import show_run
 from mmrl.report.journal import write_step
@@ -61,7 +62,7 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
     torch.set_num_threads(config.hardware.threads or 1)
     task = build_task(config.task, config.seed)
     policy = served(config)
-    require_undamaged(policy)
+    require_undamaged(policy, config.model)
     examples, subset = evaluated(task, config, config.split)
     items, usage, requests = _items(config, rundir, task, policy, examples)
     # A summary of one split must not list the sizes of the others as if they counted.
