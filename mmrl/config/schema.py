@@ -76,6 +76,9 @@ class ModelConfig(Section):
     matmul: Literal["torch", "onednn"] = Field(
         "torch", description="products of float32 on a CPU; onednn: about twice as fast on AMD's, other last digits"
     )
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = Field(
+        "auto", description="auto: sdpa; eager where the model has none, or caps its attention's logits"
+    )
     lora: LoraConfig | None = Field(None, description="null: all parameters are trained")
     modules: dict[str, ModuleWeights] | None = Field(
         None,
@@ -88,6 +91,9 @@ class ModelConfig(Section):
     thinking: bool = Field(False, description="the chat template's thinking mode, where it has one")
     date: Annotated[str, BeforeValidator(_iso_date)] | None = Field(
         None, description="the day that chat templates write into prompts; null: that of the start, stored in the run"
+    )
+    selfcheck: bool = Field(
+        True, description="compare the ways in which the run computes log-probabilities with the model's plain forward"
     )
 
 
