@@ -70,6 +70,12 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int:
     return renderer.encoder.special[ends[0]] if ends else int(tokenizer.eos_token_id)
 
 
+def template_ends(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the ids of special tokens with which the chat template ends a turn of the model; empty without one."""
+    renderer = _renderer(tokenizer)
+    return frozenset(renderer.encoder.special[token] for token in renderer.template.ends)
+
+
 def template_of(tokenizer: PreTrainedTokenizerBase) -> Template:
     """Return the chat template as prompts are rendered with it."""
     return _renderer(tokenizer).template

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 from weakref import ref
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Encoder:
 
     def parts(self, text: str) -> list[str]:
         """Cut a text at its special tokens."""
-        return re.split(f"({self.pattern.pattern})", text) if self.special else [text]
+        return [str(part) for part in re.split(f"({self.pattern.pattern})", text)] if self.special else [text]
 
     def encode(self, parts: Sequence[str]) -> list[int]:
         """Return the ids of a whole text, nothing added: the tokenizer's own, as far as no part looks special."""
@@ -77,16 +77,18 @@ class Encoder:
     @cached_property
     def _starts(self) -> list[tuple[str, list[int]]]:
         """Texts to put in front, each with its ids; empty where every text has the same ids behind others as alone."""
-        decode = self.tokenizer.decode
+
+        def decode(ids: list[int]) -> str:
+            return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
         alone = self._plain(_PROBE)
-        if decode([*alone, *alone], clean_up_tokenization_spaces=False) == 2 * _PROBE:
+        if decode([*alone, *alone]) == 2 * _PROBE:
             return []
         starts = [(before, self._plain(before)) for before in _BEFORE]
         return [
             (before, ids)
             for before, ids in starts
-            if decode([*ids, *self._plain(before + _PROBE)[len(ids) :]], clean_up_tokenization_spaces=False)
-            == decode(ids, clean_up_tokenization_spaces=False) + _PROBE
+            if decode([*ids, *self._plain(before + _PROBE)[len(ids) :]]) == decode(ids) + _PROBE
         ]
 
     def _plain(self, text: str) -> list[int]:
@@ -112,7 +114,7 @@ class Encoder:
     def _copy(self) -> Tokenizer:
         from tokenizers import AddedToken, Tokenizer
 
-        copy: Tokenizer = Tokenizer.from_str(self.tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]
+        copy: Tokenizer = Tokenizer.from_str(self.tokenizer.backend_tokenizer.to_str())
         flags = ("lstrip", "rstrip", "single_word", "normalized")
         for text in self.special:
             token = self._added[text][1]
@@ -122,7 +124,8 @@ class Encoder:
     @cached_property
     def _meant(self) -> dict[int, int]:
         """Id of an alias -> id of its special token."""
-        return {self._copy.token_to_id(self._alias(text)): i for text, i in self.special.items()}
+        # Every alias was just added, so that it has an id.
+        return {cast(int, self._copy.token_to_id(self._alias(text))): i for text, i in self.special.items()}
 
     def _piecewise(self, parts: Sequence[str]) -> list[int]:
         """Encode each part on its own, as a tokenizer in Python does."""

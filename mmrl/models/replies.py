@@ -6,6 +6,7 @@ The tokenizer says how (`response_template`), or TRL, which knows published chat
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -25,15 +26,15 @@ def reader(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase | None
     """Return a copy of the tokenizer that reads replies; None where nobody knows how."""
     template = template_of(tokenizer)
     if template not in _READERS:
-        found: PreTrainedTokenizerBase | None = copy(tokenizer)
-        if getattr(found, "response_template", None) is None:
+        found = copy(tokenizer)
+        known = getattr(found, "response_template", None) is not None
+        if not known:
             from trl.chat_template_utils import add_response_schema
 
-            try:
+            with suppress(ValueError):
                 add_response_schema(found)
-            except ValueError:
-                found = None
-        _READERS[template] = found
+                known = True
+        _READERS[template] = found if known else None
     return _READERS[template]
 
 
@@ -61,7 +62,9 @@ def message_of(
 
     if not ids:  # a reply exchanged for nothing (CCPO), which transformers takes for an empty batch
         return {"content": ""}
-    message = parse_response(reader(tokenizer), list(ids), prefix=list(prompt), tools=[dict(tool) for tool in tools])
+    found = reader(tokenizer)
+    assert found is not None  # `tools_problem` was asked
+    message = parse_response(found, list(ids), prefix=list(prompt), tools=[dict(tool) for tool in tools])
     if "thinking" in message:  # as some templates call it
         message["reasoning_content"] = message.pop("thinking")
     return message

@@ -35,6 +35,7 @@ CONVERSATIONS: Sequence[Sequence[dict[str, str]]] = (
 )
 """Conversations that chat templates are compared on."""
 
+
 def copy_full(checkpoint: Path, target: Path) -> None:
     """Copy full weights of a checkpoint, byte for byte."""
     for pattern in FULL:

@@ -6,7 +6,6 @@ A template is a program. What it does is found out by rendering short conversati
 from __future__ import annotations
 
 import json
-import os.path
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -93,10 +92,11 @@ class Template:
         """
         tokenizer = self._tokenizer()
         assert tokenizer is not None  # the caller holds it
-        functions = {"tools": list(tools)} if tools else {}
+        functions: dict[str, Any] = {"tools": list(tools)} if tools else {}
+        conversation: Any = list(messages)
         return str(
             tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=prompt, **functions, **self.arguments
+                conversation, tokenize=False, add_generation_prompt=prompt, **functions, **self.arguments
             )
         )
 
@@ -176,10 +176,8 @@ class Template:
 
     def _closing(self, tail: str) -> str:
         """Return what closes a tool call, of the text after its last argument in a conversation that it ends."""
-        last = None
-        for last in self._special.finditer(tail):
-            pass
-        return tail if last is None else tail[: last.start()]
+        tokens = [match.start() for match in self._special.finditer(tail)]
+        return tail[: tokens[-1]] if tokens else tail
 
     @cached_property
     def ends(self) -> tuple[str, ...]:
@@ -216,7 +214,7 @@ class Template:
         for reply in replies:
             with suppress(Exception):
                 prompt, whole = self.write([USER]), self.write([USER, reply], prompt=False)
-                begin = len(os.path.commonprefix([prompt, whole]))
+                begin = next((n for n, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt))
                 before, found, tail = whole[begin:].rpartition(REPLY)
                 if found:
                     yield before + (self._closing(tail) if "tool_calls" in reply else "")
@@ -230,13 +228,14 @@ def _called(count: int, *, text: bool, messages: Messages = ()) -> dict[str, Any
         messages: the results, which may name them.
     """
     arguments: object = json.dumps({"x": REPLY}) if text else {"x": REPLY}
+    results = messages or [{"name": "f"}] * count
     calls = [
         {
-            "id": (messages[number].get("tool_call_id") if messages else None) or f"call{number:05}",
+            "id": result.get("tool_call_id") or f"call{number:05}",
             "type": "function",
-            "function": {"name": (messages[number].get("name") if messages else "f") or UNNAMED, "arguments": arguments},
+            "function": {"name": result.get("name") or UNNAMED, "arguments": arguments},
         }
-        for number in range(count)
+        for number, result in enumerate(results[:count])
     ]
     return {"role": "assistant", "content": "", "tool_calls": calls}
 

@@ -84,8 +84,8 @@ def notes(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
     # TRL, which says whether a reply can be read, takes a while to load.
     if template.marks and reader(tokenizer) is None:
         yield (
-            f"{', '.join(sorted(template.marks))} mark parts of replies, and nobody knows how to read them: programs get "
-            "all parts as one text; give the tokenizer a response_template"
+            f"{', '.join(sorted(template.marks))} mark parts of replies, and nobody knows how to read them: programs "
+            "get all parts as one text; give the tokenizer a response_template"
         )
     if _rewritten(template):
         yield "the chat template writes earlier replies otherwise than they were sampled; sampled tokens stay"
@@ -132,7 +132,8 @@ def refusals(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
 
 
 def _difference(tokenizer: PreTrainedTokenizerBase, got: Sequence[int], expected: Sequence[int]) -> str:
-    first = next((n for n, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b), min(len(got), len(expected)))
+    shorter = min(len(got), len(expected))
+    first = next((n for n, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b), shorter)
     if len(got) == len(expected) == first:
         return ""
     tokens = [tokenizer.convert_ids_to_tokens(list(ids)[first : first + 5]) for ids in (got, expected)]
@@ -142,4 +143,3 @@ def _difference(tokenizer: PreTrainedTokenizerBase, got: Sequence[int], expected
 def _first(got: str, expected: str) -> str:
     start = next((n for n, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b), 0)
     return f"{got[start : start + 40]!r} for {expected[start : start + 40]!r}"
-

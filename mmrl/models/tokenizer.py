@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING
 
 from mmrl.config import ModelConfig
 from mmrl.errors import ConfigError
 from mmrl.models.chat import first_line, template_of
 from mmrl.models.template import use
-from mmrl.models.template_facts import refusals
+from mmrl.models.template_facts import notes, refusals
 from mmrl.system.files import user_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+LOG = logging.getLogger("mmrl.models")
 PLAIN = (
     "{{ bos_token or '' }}{% for m in messages %}"
     "{{ {'user': 'User: ', 'assistant': 'Assistant: '}.get(m.role, '') + m.content }}"
@@ -58,6 +61,14 @@ def prepare(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> None:
         raise ConfigError(
             f"model.chat_template: the chat template of '{model.path}' {problems[0]}; give another one, a Jinja file"
         )
+    for note in notes(tokenizer):
+        _say(model.path, note)
+
+
+@cache
+def _say(path: str, note: str) -> None:
+    """Say it once in a process, however often a tokenizer is loaded."""
+    LOG.warning("model.path=%s: %s", path, note)
 
 
 def _read_template(path: str) -> str:
