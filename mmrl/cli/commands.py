@@ -425,8 +425,8 @@ def doctor(context: typer.Context, as_json: JsonFlag = False) -> int:
     """Say what is wrong with this machine, a model, or a run before it trains, with the setting to change.
 
     Without keys: devices, memory, disk, versions, vLLM, hub, keys (named, never shown). With keys of model, engine and
-    hardware alone: how that model is computed, adapted and asked, and how exactly. With other keys of a run: plays a few
-    examples with its model, program and reward. Exit code 1 where nothing can be trained, or training would be
+    hardware alone: how that model is computed, adapted and asked, and how exactly. With other keys of a run: plays a
+    few examples with its model, program and reward. Exit code 1 where nothing can be trained, or training would be
     useless.
 
     \b

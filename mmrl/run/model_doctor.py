@@ -16,6 +16,7 @@ from mmrl.system.files import dumps
 
 if TYPE_CHECKING:
     from mmrl.models.template_facts import TemplateFacts
+    from mmrl.trainer.objective import StepBatch
 
 
 @dataclass(slots=True)
@@ -116,7 +117,7 @@ def _examined(config: TrainCommandConfig) -> Examined:
     return found
 
 
-def _no_batch(step: int) -> object:
+def _no_batch(step: int) -> StepBatch:
     raise AssertionError("nothing is trained")
 
 
