@@ -60,7 +60,12 @@ def render_observation(
     if isinstance(observation, str):
         return (ids[:-1] if ended else ids) + tuple(renderer.encoder.following([observation]))
     after = renderer.after_turn(observation)
-    return ids + after[renderer.overlap(ids, after) if ended else 0 :]
+    if not ended:
+        return ids + after
+    shared = renderer.overlap(ids, after)
+    # Where the conversation goes on, a template may end the turn with another token than the sampled one (gpt-oss).
+    other = not shared and after[:1] and after[0] in renderer.special
+    return (ids[:-1] if other else ids) + after[shared:]
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int:
