@@ -95,7 +95,7 @@ def rows(seed: int = 0) -> list[Row]:
 def logprobs(model: Any, row: Row) -> torch.Tensor:
     """Return the log-probabilities of a completion, (T,), by the model's own forward of this row alone."""
     prompt, completion = row
-    logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+    logits = model(input_ids=torch.tensor([prompt + completion]), use_cache=False).logits[0, len(prompt) - 1 : -1]
     return logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0]
 
 
@@ -233,7 +233,7 @@ def adapter(case: Case, plain: Any) -> dict[str, float]:
     with torch.no_grad():
         for name, parameter in policy.named_parameters():
             if "lora_B" in name:
-                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=draw))
+                parameter.copy_(0.03 * torch.randn(parameter.shape, generator=draw))
     merged = PeftModel(case.plain(), policy.peft_config["default"])
     set_peft_model_state_dict(merged, get_peft_model_state_dict(policy))
     alone = merged.merge_and_unload().eval()
