@@ -77,6 +77,9 @@ class ModelConfig(Section):
         None, description="a Jinja file, or `plain` (base models); null: the tokenizer's own"
     )
     thinking: bool = Field(False, description="the chat template's thinking mode, where it has one")
+    selfcheck: bool = Field(
+        True, description="compare the ways in which the run computes log-probabilities with the model's plain forward"
+    )
 
 
 class RayConfig(Section):

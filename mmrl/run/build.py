@@ -351,7 +351,9 @@ def _load_fixed(config: TrainCommandConfig, policy: Policy) -> tuple[Engine, Pre
 
     model, tokenizer, serving = load_policy(policy, config.model, config.hardware.device)
     model.eval().requires_grad_(False)
-    setup = EngineSetup(max_context=config.task.max_context, threads=config.hardware.threads, **serving)
+    setup = EngineSetup(
+        max_context=config.task.max_context, threads=config.hardware.threads, weights=config.model, **serving
+    )
     return engine_class("transformers")(model, tokenizer, config.engine.in_process, setup), tokenizer
 
 
