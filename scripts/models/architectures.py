@@ -43,7 +43,8 @@ SIZES: list[tuple[str, Any]] = [
     (r"qk_(rope|nope)_head_dim", 8),
     (r"v_head_dim", 16),
     (r"index_topk", 6),
-    (r"index_n_heads", 2),
+    # So many that no two keys are both 0 to all of them: what is chosen of equal keys depends on the row's length.
+    (r"index_n_heads", 32),
     (r"index_head_dim", 16),
     (r"index_block_size", 4),
     (r"index_topk_blocks", 2),
@@ -90,14 +91,17 @@ GEMMA3N: dict[str, Any] = {
     "laurel_rank": 8,
 }
 QWEN4: dict[str, Any] = {
-    "indexer_n_heads": 2,
+    "indexer_n_heads": 32,
     "indexer_kv_heads": 1,
     "indexer_head_dim": 16,
     "indexer_budget": 8,
     "indexer_compress_ratio": 2,
     "hc_lowrank": 8,
 }
+MIXED = ["sliding_attention", "full_attention"] * (LAYERS // 2)
+LINEAR = ["linear_attention", "full_attention"] * (LAYERS // 2)
 EXTRA: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1, 3]},
     "blt": {
         "vocab_size": 260,
         "encoder_hash_byte_group_vocab": 500,
@@ -107,18 +111,28 @@ EXTRA: dict[str, dict[str, Any]] = {
         "global_config": {},
     },
     "cohere_compass_text": {
+        "layer_types": MIXED,
         "rope_parameters": {
             kind: {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
             for kind in ("sliding_attention", "full_attention")
-        }
+        },
     },
     "dbrx": {
         "attn_config": {"kv_n_heads": KEYS, "rope_theta": 10000.0, "clip_qkv": 1.0},
         "ffn_config": {"hidden_size": HIDDEN, "ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "deepseek_v4": {
+        "layer_types": [
+            "sliding_attention",
+            "heavily_compressed_attention",
+            "compressed_sparse_attention",
+            "sliding_attention",
+        ],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+    },
     "deepseek_v2": {"num_experts_per_tok": 2},
     "diffllama": {"attention_dropout": 0.0},
-    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2},
+    "dots1": {"layer_types": MIXED, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2},
     "falcon_h1": {"mamba_d_ssm": 2 * HIDDEN, "mamba_d_head": HEAD_DIM},
     "gemma3n_text": GEMMA3N,
     "gemma4": {"text_config": GEMMA4},
@@ -126,6 +140,14 @@ EXTRA: dict[str, dict[str, Any]] = {
     "gemma4_unified": {"text_config": GEMMA4},
     "gemma4_unified_text": GEMMA4,
     "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]], "attention_layers": None},
+    "glm_moe_dsa": {"indexer_types": ["full", "shared"] * 2},
+    "granitemoehybrid": {"layer_types": LINEAR, "shared_intermediate_size": 32},
+    "granitemoeshared": {"shared_intermediate_size": 32},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 3},
+    "laguna": {"layer_types": MIXED},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "mellum": {"layer_types": MIXED},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2, "mlp_layer_types": ["dense", *["sparse"] * 3]},
     "got_ocr2": {"vision_config": {"mlp_dim": 96, "output_channels": 16, "image_size": 64, "global_attn_indexes": [1]}},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "longcat_flash": {"head_dim": 8, "num_layers": 2, "num_hidden_layers": 4, "zero_expert_num": 2},
