@@ -166,6 +166,17 @@ STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 """RoPE kinds whose angles depend on the position alone."""
 
 
+def rope_border(config: PreTrainedConfig) -> int | None:
+    """Return the longest row whose positions are encoded as those of short rows; None where length changes nothing.
+
+    With `longrope` (Phi 3 and 4), transformers encodes all rows of a forward by the longest one of them.
+    """
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    kinds = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]  # one for each layer type
+    borders = [kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"]
+    return min(borders, default=None)
+
+
 def causal_lm(model: torch.nn.Module) -> PreTrainedModel:
     """Return the causal LM inside a peft wrapper."""
     # By the method, so that this module needs no peft.

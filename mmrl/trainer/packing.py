@@ -193,6 +193,7 @@ def make_packs(
     tries: bool = False,
     share: int = 1,
     max_tokens: int | None = None,
+    border: int | None = None,
 ) -> list[Pack]:
     """Split `calls` into packs of at most `budget` forwarded tokens; a longer call gets a pack of its own.
 
@@ -207,6 +208,7 @@ def make_packs(
         tries: forward each distinct prefix once; without it rows are padded.
         share: make the number of packs of tries a multiple of this where there are enough tries.
         max_tokens: tokens of a pack of tries that would otherwise repeat more than it adds; None: `budget`.
+        border: rows longer than this share no padded pack with shorter ones (`models.load.rope_border`).
     """
     scored_calls = [_ScoredCall.from_call(call, beta, score_all) for call in calls]
     rows = _packed_rows([call for call in scored_calls if call.scored])
@@ -220,7 +222,8 @@ def make_packs(
     for row in rows:
         positions = sum(packed.scored for packed in group) + row.scored
         # Rows come longest first, so the first one of a group is its width.
-        if group and ((len(group) + 1) * len(group[0].ids) > budget or positions > MAX_SCORED):
+        crossed = border is not None and bool(group) and len(group[0].ids) > border >= len(row.ids)
+        if crossed or (group and ((len(group) + 1) * len(group[0].ids) > budget or positions > MAX_SCORED)):
             packs.append(_padded_pack(group, modules, dtype))
             group = []
         group.append(row)

@@ -5,6 +5,7 @@ Between the decode loops, which make one token per row and step, and the `Comple
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -15,9 +16,12 @@ from mmrl import rng
 from mmrl.config.base import LEAST_TEMPERATURE
 from mmrl.engines.base import Completion, Request
 from mmrl.errors import EngineFailure, LengthFailure, RequestFailure
+from mmrl.models.load import rope_border
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+
+LOG = logging.getLogger("mmrl.engines")
 
 TOLERANCE, HALF_TOLERANCE = 1e-3, 0.2
 """Difference of log-probabilities computed in two ways that rounding explains: in float32 the largest; in half
@@ -183,8 +187,15 @@ def _may_end(stop: str, piece: str) -> bool:
 def context_limit(settings: PretrainedConfig, *limits: int | None) -> int | None:
     """Return the smallest of the model's positions and `limits`; None where there is no limit at all."""
     # Not every architecture has a table of positions (ALiBi, state-space models).
-    candidates = [*limits, getattr(settings, "max_position_embeddings", None)]
-    return min((value for value in candidates if value), default=None)
+    limit = min(
+        (value for value in (*limits, getattr(settings, "max_position_embeddings", None)) if value), default=None
+    )
+    border = rope_border(settings)
+    if border is None or (limit is not None and limit <= border):
+        return limit
+    # A row that crosses it would go on from keys of another encoding, and change that of the rows beside it.
+    LOG.warning("task.max_context: contexts end at %d tokens, where this model encodes positions otherwise", border)
+    return border
 
 
 def eos_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None) -> frozenset[int]:

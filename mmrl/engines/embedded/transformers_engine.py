@@ -300,7 +300,11 @@ class RowDecoder:
             if following is None:
                 raise ConfigError(f"model.path: the engine cannot serve this model: against its plain forward, {fault}")
             self.loops[name] = following(model, adapter)
-            LOG.warning("engine.loop: against the model's plain forward, %s; what serves now is %s (slower)", fault, WORDS[following])
+            LOG.warning(
+                "engine.loop: against the model's plain forward, %s; what serves now is %s (slower)",
+                fault,
+                WORDS[following],
+            )
 
     @contextmanager
     def _threads(self, tokens: int) -> Iterator[None]:
