@@ -67,6 +67,9 @@ class ModelConfig(Section):
     matmul: Literal["torch", "onednn"] = Field(
         "torch", description="products of float32 on a CPU; onednn: about twice as fast on AMD's, other last digits"
     )
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = Field(
+        "auto", description="auto: sdpa; eager where the model has none, or caps its attention's logits"
+    )
     lora: LoraConfig | None = Field(None, description="null: all parameters are trained")
     modules: dict[str, ModuleWeights] | None = Field(
         None,

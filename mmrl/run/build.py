@@ -6,6 +6,7 @@ config is checked without.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -116,11 +117,17 @@ def evaluated(task: Task, config: RootConfig, split: str) -> tuple[Sequence[Exam
 
 
 def check_model(model: ModelConfig) -> None:
-    """Find a model that cannot be had before a run directory is made: its tokenizer and its LoRA targets."""
-    from mmrl.models.load import load_tokenizer, refuse_targets
+    """Find a model that cannot be had before a run directory is made: its tokenizer, its files and its LoRA targets."""
+    from mmrl.models.adapter import targets_of
+    from mmrl.models.load import load_tokenizer, skeleton
 
     load_tokenizer(model)
-    refuse_targets(model)
+    empty, note = skeleton(model)
+    warnings = [note]
+    if model.lora is not None and (left_out := targets_of(empty, model.lora).warning):
+        warnings.append(f"model.lora.targets: {left_out}")
+    for warning in filter(None, warnings):
+        print(f"warning: {warning}", file=sys.stderr)
 
 
 RECORD = "run"

@@ -111,7 +111,8 @@ class SftStage(Stage[SftCommandConfig]):
         """Return facts for the summary, once `improve` has begun."""
         facts = {key.removeprefix("sft/"): f"{value:,.0f}" for key, value in self.facts.items() if key in _SHOWN}
         supervised = ", ".join(f"{value} {_SHOWN[f'sft/{key}']}" for key, value in facts.items())
-        return {"supervised": supervised, **self.assignment.describe(), **self.engine.describe()}
+        facts = {**self.assignment.describe(), **self.trainer.facts}
+        return {"supervised": supervised, **facts, **self.engine.describe()}
 
     def _demonstrated(self) -> list[tuple[str, Call]]:
         """Return the sequences of the task's demonstrations or of the file, each with its place."""

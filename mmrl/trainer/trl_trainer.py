@@ -127,6 +127,8 @@ class MmrlTrainer(GRPOTrainer):
         self.critic = None if settings.critic is None else Critic(settings, settings.critic, model)
         self.critic_lr = 0.0
         self.adapters, lora = adapters, settings.lora(model)
+        self.facts = settings.lora_facts(model)
+        """What the adapter reaches, for the summary."""
         if adapters is not None:
             # `models.assignment` gives weights per module to LoRA alone.
             model, lora = cast("PreTrainedModel", adapters.attach(model, cast("LoraConfig", lora), settings.seed)), None

@@ -79,7 +79,8 @@ def loaded(name: str, options: Options, folder: Path) -> object:
     """The weights: their type and sum; and what computes with them."""
     model = load_model(root(name, options).model, "cpu")
     weights = next(model.parameters())
-    return weights.dtype, weights.double().sum().item(), {type(part).__name__ for part in model.modules()}
+    parts = {type(part).__name__ for part in model.modules()}
+    return weights.dtype, weights.double().sum().item(), parts, model.config._attn_implementation
 
 
 def asked_for(name: str, options: Options, folder: Path) -> object:
@@ -136,6 +137,7 @@ acts(BOTH, "model.chat_template", rendered, None, "shout.jinja")
 acts(BOTH, "model.thinking", rendered, False, True, model__chat_template="thinks.jinja")
 acts(BOTH, "model.dtype", loaded, "float32", "bfloat16")
 acts(BOTH, "model.matmul", loaded, "torch", "onednn")
+acts(BOTH, "model.attention", loaded, "auto", "eager")
 acts(BOTH, "model.revision", asked_for, None, "v2")
 acts(TRAIN, "model.lora.r model.lora.alpha", adapted, 4, 8)
 acts(TRAIN, "model.lora.dropout", adapted, 0.0, 0.5)
