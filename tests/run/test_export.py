@@ -180,7 +180,7 @@ def test_damage_is_refused_by_file(by_module: Path, tmp_path: Path, errors_of: A
     weights = run / "checkpoints" / "checkpoint-2" / "answerer" / "adapter_model.safetensors"
     flip(weights)
     error = errors_of("export", str(run), f"out={tmp_path / 'out'}")
-    assert f"{weights} has not the content that was written; restore it, or export another checkpoint" in error
+    assert f"{weights} has not the content that was written; restore it, or take another checkpoint" in error
     exported(run, tmp_path / "one", "checkpoint=1")
     results = run / "eval" / "step-000001-dev.jsonl"
     results.write_text(re.sub(r'"f1":[0-9.e-]+', '"f1":1.0', results.read_text()))
