@@ -68,10 +68,12 @@ SIZES: list[tuple[str, Any]] = [
     (r"rotary_dim", 8),
 ]
 """Names of config fields (a pattern of the whole name), and the value of a tiny model."""
-# Towers see no token, and the rest are lists with an entry per layer.
-NOISE = r".*(dropout|pdrop|layerdrop|jitter_noise|dropout_(p|prob|rate))|dropout_.*|.*dropout_prob"
+NOISE = r".*(drop|jitter).*"
+"""Names of numbers that make forwards random in training."""
 MULTIPLIERS = r"(embedding|residual|attention|lm_head|key|attention_(in|out)|ssm_(in|out)|logits?)_(multiplier|scaling)"
+"""Names of numbers that scale a part of a model, and are 1 where a class leaves them out."""
 PER_LAYER = r"layer_types|mlp_layer_types|indexer_types|.*_per_layer|layer_rope_theta|layers_block_type"
+"""Names of lists with an entry per layer."""
 
 GEMMA4: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -132,22 +134,36 @@ EXTRA: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {"num_experts_per_tok": 2},
     "diffllama": {"attention_dropout": 0.0},
-    "dots1": {"layer_types": MIXED, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2},
+    "dots1": {
+        "layer_types": MIXED,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+    },
+    "emu3": {
+        "vocabulary_map": {"<image>": VOCABULARY - 1},
+        "vq_config": {"base_channels": 32, "channel_multiplier": [1], "num_res_blocks": 1, "codebook_size": 64},
+    },
     "falcon_h1": {"mamba_d_ssm": 2 * HIDDEN, "mamba_d_head": HEAD_DIM},
     "gemma3n_text": GEMMA3N,
     "gemma4": {"text_config": GEMMA4},
     "gemma4_text": GEMMA4,
     "gemma4_unified": {"text_config": GEMMA4},
     "gemma4_unified_text": GEMMA4,
-    "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]], "attention_layers": None},
+    "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]], "attention_layers": ["global", "local"] * 2},
     "glm_moe_dsa": {"indexer_types": ["full", "shared"] * 2},
     "granitemoehybrid": {"layer_types": LINEAR, "shared_intermediate_size": 32},
     "granitemoeshared": {"shared_intermediate_size": 32},
+    "inkling_text": {"logits_mup_width_multiplier": 1.25},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 3},
     "laguna": {"layer_types": MIXED},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "mellum": {"layer_types": MIXED},
-    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2, "mlp_layer_types": ["dense", *["sparse"] * 3]},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
+        "mlp_layer_types": ["dense", *["sparse"] * 3],
+    },
     "got_ocr2": {"vision_config": {"mlp_dim": 96, "output_channels": 16, "image_size": 64, "global_attn_indexes": [1]}},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "longcat_flash": {"head_dim": 8, "num_layers": 2, "num_hidden_layers": 4, "zero_expert_num": 2},
@@ -159,6 +175,24 @@ EXTRA: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
 }
 """Model type -> fields beside those that are derived; those of a nested config by its name."""
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * (HEAD_DIM // 2),
+    "long_factor": [4.0] * (HEAD_DIM // 2),
+    "original_max_position_embeddings": CONTEXT // 2,
+}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert, is_decoder": ("bert", {"is_decoder": True}),
+    "llama, dynamic rope": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
+    ),
+    "mistral, no window": ("mistral", {"sliding_window": None}),
+    "phi3, longrope": ("phi3", {"rope_parameters": LONGROPE, "max_position_embeddings": CONTEXT}),
+    "qwen3, windows": ("qwen3", {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": MIXED}),
+}
+"""Models of a type with another config, which are computed in another way: name -> type, and its fields."""
 BEYOND: dict[str, str] = {
     "gemma3n": "its towers need the package timm",
     "gemma4_assistant": "drafts tokens from another model's hidden states",
@@ -176,13 +210,17 @@ def model_types() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def tiny_config(model_type: str) -> PreTrainedConfig:
-    """Return the config of a tiny instance of `model_type`."""
+def architectures() -> list[str]:
+    """List what can be built here: model types and variants."""
+    return sorted({*model_types(), *VARIANTS} - set(BEYOND))
+
+
+def tiny_config(architecture: str) -> PreTrainedConfig:
+    """Return the config of a tiny instance of a model type or variant."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    kind = CONFIG_MAPPING[model_type]
-    extra = EXTRA.get(model_type, {})
-    return _tiny(kind, extra)
+    model_type, fields = VARIANTS.get(architecture, (architecture, {}))
+    return _tiny(CONFIG_MAPPING[model_type], EXTRA.get(model_type, {}) | fields)
 
 
 def _tiny(kind: type[PreTrainedConfig], extra: Mapping[str, Any]) -> PreTrainedConfig:
@@ -194,10 +232,7 @@ def _tiny(kind: type[PreTrainedConfig], extra: Mapping[str, Any]) -> PreTrainedC
                 fields[name] = _tiny(type(value), extra.get(name, {}))
         elif (small := _small(name, value, default)) is not None:
             fields[name] = small
-    changed = {name: value for name, value in extra.items() if name not in kind.sub_configs}
-    fields |= {name: value for name, value in changed.items() if value is not None}
-    for name in [name for name, value in changed.items() if value is None]:
-        fields.pop(name, None)
+    fields |= {name: value for name, value in extra.items() if name not in kind.sub_configs}
     return kind(**fields)
 
 
@@ -224,7 +259,7 @@ def _small(name: str, value: Any, config: PreTrainedConfig) -> Any:
         return 0.1
     if isinstance(value, (int, float)):
         if re.fullmatch(MULTIPLIERS, name) and value == 1:
-            return 1.5
+            return 1.25
         for pattern, small in SIZES:
             if re.fullmatch(pattern, name):
                 return small if isinstance(value, float) or small == VOCABULARY else min(small, value) or None
@@ -240,18 +275,17 @@ def cycled(values: Any) -> list[Any]:
     return [kinds[layer % len(kinds)] for layer in range(LAYERS)]
 
 
-def tiny_model(model_type: str, seed: int = 0) -> PreTrainedModel:
-    """Return a random model of `model_type` in float32 whose distributions are neither flat nor sharp."""
+def tiny_model(architecture: str, seed: int = 0) -> PreTrainedModel:
+    """Return a random model in float32 whose distributions are neither flat nor sharp."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
     # Saved as such models are published: with the towers that the text class leaves out.
-    whole = model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    config = tiny_config(architecture)
+    whole = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     kind = AutoModelForImageTextToText if whole else AutoModelForCausalLM
     torch.manual_seed(seed)
-    model: PreTrainedModel = kind.from_config(
-        tiny_config(model_type), dtype=torch.float32, attn_implementation="eager"
-    )
+    model: PreTrainedModel = kind.from_config(config, dtype=torch.float32, attn_implementation="eager")
     stir(model, seed)
     return model.eval()
 
@@ -271,7 +305,7 @@ def stir(model: torch.nn.Module, seed: int) -> None:
         if last in ("A_log", "dt_bias", "D", "time_decay", "time_first", "recurrent_param"):
             parameter.add_(0.1 * noise(parameter))  # decays: near where the family begins
         elif parameter.dim() >= 2:
-            parameter.copy_(0.15 * noise(parameter))
+            parameter.copy_(0.12 * noise(parameter))
         elif last == "weight" or "norm" in last:
             parameter.add_(0.2 * noise(parameter))  # around 1, or 0 where a family counts from there
         else:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import transformers
-from peft import PeftModel, get_peft_model_state_dict, inject_adapter_in_model, set_peft_model_state_dict
+from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -27,7 +27,7 @@ from mmrl.config.engines import TransformersConfig
 from mmrl.engines.base import EngineSetup, Request, Sampling
 from mmrl.engines.embedded.transformers_engine import TransformersEngine
 from mmrl.errors import EngineFailure, MmrlError
-from mmrl.models.load import load_model, load_tokenizer
+from mmrl.models.load import load_model, load_tokenizer, skeleton
 from mmrl.records import Call
 from mmrl.trainer.objective import StepBatch, TrainCall
 from mmrl.trainer.settings import Settings
@@ -109,12 +109,12 @@ def worst(found: Sequence[Any], expected: Sequence[torch.Tensor]) -> float:
     return float(torch.cat([(torch.as_tensor(f) - e).abs() for f, e in zip(found, expected, strict=True)]).max())
 
 
-def measure(model_type: str, *, selfcheck: bool = True) -> dict[str, float | str]:
+def measure(architecture: str, *, selfcheck: bool = True) -> dict[str, float | str]:
     """Return, by way, the largest difference to the plain forward, or why there is none."""
     with tempfile.TemporaryDirectory() as name:
         case = Case(Path(name), rows(), selfcheck)
         try:
-            tiny_model(model_type).save_pretrained(case.folder)
+            tiny_model(architecture).save_pretrained(case.folder)
             tokenizer().save_pretrained(case.folder)
             plain = case.plain()
         except Exception as error:
@@ -122,17 +122,25 @@ def measure(model_type: str, *, selfcheck: bool = True) -> dict[str, float | str
         found: dict[str, float | str] = {}
         ways: dict[str, Callable[[Case, Any], dict[str, Any]]] = {
             "plain": causal,
+            "load": load,
             "engine": engine,
             "update": update,
             "adapter": adapter,
         }
-        transformers.utils.logging.disable_progress_bar()
         for way, compare in ways.items():
             try:
                 found |= compare(case, plain)
             except Exception as error:
                 found[way] = _told(error)
+                if way == "load":
+                    break
         return found
+
+
+def load(case: Case, plain: Any) -> dict[str, float]:
+    """Look at the model as a command does before it makes a run directory."""
+    skeleton(case.config)
+    return {}
 
 
 @torch.no_grad()
@@ -151,10 +159,16 @@ def engine(case: Case, plain: Any) -> dict[str, float | str]:
     )
     first, first_gap = sampled(served, plain, [(prompt, len(reply)) for prompt, reply in case.rows])
     longer = [(prompt + reply + (7, 8, 9), 4 + 2 * number) for number, (prompt, reply) in enumerate(first)]
-    return {"engine": first_gap, "engine again": sampled(served, plain, longer)[1], "loop": served.ways[0].name if served.ways else ""}
+    return {
+        "engine": first_gap,
+        "engine again": sampled(served, plain, longer)[1],
+        "loop": served.ways[0].name if served.ways else "",
+    }
 
 
-def sampled(served: TransformersEngine, plain: Any, asked: Sequence[tuple[tuple[int, ...], int]]) -> tuple[list[Row], float]:
+def sampled(
+    served: TransformersEngine, plain: Any, asked: Sequence[tuple[tuple[int, ...], int]]
+) -> tuple[list[Row], float]:
     """Sample after prompts, so many tokens each; return the rows, and the recorded log-probabilities' difference."""
     requests = [
         Request(prompt_ids=prompt, sampling=Sampling(max_tokens=tokens, seed=number), order=(number,))
@@ -283,5 +297,6 @@ def quiet() -> None:
     """Silence what libraries say of each tiny model."""
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     for name in ("mmrl", "trl", "peft"):
         logging.getLogger(name).setLevel(logging.ERROR)
