@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, ClassVar, NamedTuple, Self, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from mmrl.errors import nearest, unknown
 from mmrl.secrets import holder, secret_name, user_in_address
@@ -28,6 +28,19 @@ def sampled_or_greedy(temperature: float) -> float:
 
 
 Temperature = Annotated[float, AfterValidator(sampled_or_greedy)]
+
+
+def _joined(value: object) -> object:
+    """Read a list of sources, which is kept as text with commas."""
+    if not isinstance(value, list | tuple) or not all(isinstance(part, str) for part in value):
+        return value
+    if with_comma := [part for part in value if "," in part or not part]:
+        raise ValueError(f"got '{with_comma[0]}' in a list, expected names of files and folders without commas")
+    return ",".join(value)
+
+
+Sources = Annotated[str | None, BeforeValidator(_joined)]
+"""Sources of data, as `tasks.data.rows` reads them."""
 
 
 class Idle(NamedTuple):

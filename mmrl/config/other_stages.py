@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from mmrl.config.base import Idle, MethodConfig, Section, Temperature
+from mmrl.config.base import Idle, MethodConfig, Section, Sources, Temperature
 from mmrl.config.endpoint import EndpointConfig
 
 Auto = Literal["light", "medium", "heavy"]
@@ -242,8 +242,8 @@ class SftConfig(MethodConfig):
         description="demonstrations that the task makes of its train split, those of `file`, or rollouts of the train "
         "split by the policy as it starts, of which the best are trained on (rejection fine-tuning)",
     )
-    file: str | None = Field(
-        None, description="a file, hub id or Python list of `messages`, or of `inputs` and `outputs`"
+    file: Sources = Field(
+        None, description="files, a hub id or Python list of `messages`, or of `inputs` and `outputs`"
     )
     modules: dict[str, float] | None = Field(
         None,

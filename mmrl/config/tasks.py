@@ -9,24 +9,25 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, model_validator
 
 from mmrl.config.algo import FACTOR
-from mmrl.config.base import MINI, SPLITS, Idle, Section, by_name, no_lookalike
+from mmrl.config.base import MINI, SPLITS, Idle, Section, Sources, by_name, no_lookalike
 from mmrl.config.endpoint import EndpointConfig
 from mmrl.config.retriever import RETRIEVER_SCHEMAS, Bm25Config, RetrieverConfig
 
 
 class DataConfig(Section):
-    """Sources of examples: `mini` (the embedded world), a file, a hub id, or a Python object.
+    """Sources of examples: `mini` (the embedded world), files, a hub id, or a Python object.
 
     Where no split has any of the others, all are the mini world's; else a split without a source is absent.
     """
 
-    train: str | None = Field(
+    train: Sources = Field(
         None,
-        description="mini, a file, a hub id (owner/name[:config[:split]]), or a Python list (package.module:name); "
-        "null: no such split, where another has data; without any data: mini",
+        description="mini, a file, a folder or pattern of files, a list of these, a hub id "
+        "(owner/name[:config[:split]]), or a Python list (package.module:name); null: no such split, where another "
+        "has data; without any data: mini",
     )
-    dev: str | None = Field(None, description="as train; the split that evaluations use by default")
-    test: str | None = Field(None, description="as train")
+    dev: Sources = Field(None, description="as train; the split that evaluations use by default")
+    test: Sources = Field(None, description="as train")
     train_items: int | None = Field(None, ge=1, description="use only the first N after a seeded shuffle; null: all")
     dev_items: int | None = Field(None, ge=1, description="the same of dev; one subset, whatever the seed of the run")
     test_items: int | None = Field(None, ge=1, description="the same of test")
@@ -121,7 +122,7 @@ class OpenQaConfig(TaskConfig):
 class CorpusConfig(TaskConfig):
     """Settings of tasks that search."""
 
-    corpus: str | None = Field(None, description="null: the mini world's, or the paragraphs of the data files")
+    corpus: Sources = Field(None, description="null: the mini world's, or the paragraphs of the data files")
     retriever: Annotated[
         SerializeAsAny[RetrieverConfig], BeforeValidator(by_name(RETRIEVER_SCHEMAS, RetrieverConfig, "bm25"))
     ] = Field(Bm25Config(), description="which retriever, over which index or at which address")

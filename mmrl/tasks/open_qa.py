@@ -161,13 +161,9 @@ class OpenQaTask(Task):
         return subset_of(examples, split, seed, self.config.data.items_of(split))
 
     def _warn(self) -> None:
-        sources = self.config.data.files
         # Splits may share a file here (a corpus is made of all of them), but nobody should learn so by accident.
-        for splits in same_rows(sources):
-            log.warning(
-                "task.data: %s are %s %s: what is evaluated may have been trained on",
-                *(" and ".join(splits), "both" if len(splits) == 2 else "all", sources[splits[0]]),
-            )
+        for sentence in same_rows(self.config.data.files).values():
+            log.warning("task.data: %s: what is evaluated may have been trained on", sentence)
         warn_of_gaps(self.gold_shares, "questions have their gold titles, or an answer, in the corpus")
 
     @cached_property

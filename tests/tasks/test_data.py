@@ -123,7 +123,7 @@ def test_bad_records_name_file_and_record_and_nothing_becomes_the_text_none(tmp_
         ("a.txt", b"q\t['a']\nno tab\n", "a.txt line 2: expected a question, a tab and a list of answers"),
         ("a.txt", b"q\t['a']\nq\t[oops\n", "a.txt line 2: expected a question, a tab and a list of answers"),
         ("a.txt", b"q\t['a']\nq\t__import__('os')\n", "a.txt line 2: expected a question, a tab and a list of"),
-        ("a.xls", b"x", "expected a .json, .jsonl, .csv, .tsv, .parquet, .txt file"),
+        ("a.xls", b"x", "has another format; expected .json, .jsonl, .csv, .tsv, .parquet, .arrow, .txt"),
     ],
 )
 def test_malformed_files_name_the_line(tmp_path, name, content, expected):
@@ -135,12 +135,12 @@ def test_malformed_files_name_the_line(tmp_path, name, content, expected):
 
 @pytest.mark.parametrize("spec", ["nothing.json", "./nothing", "/no/such/dir/file", "minni", "a/b/c"])
 def test_neither_file_nor_hub_id(spec):
-    with pytest.raises(DataError, match=r"task\.data\.dev: .*: no such file; expected a .*, or mini"):
+    with pytest.raises(DataError, match=r"task\.data\.dev: .*: no such file; expected .*, or mini"):
         load(spec)
 
 
 def test_a_folder_is_no_file(tmp_path):
-    with pytest.raises(DataError, match="is a folder"):
+    with pytest.raises(DataError, match="is a folder without a"):
         load(str(tmp_path))
 
 

@@ -28,6 +28,8 @@ def test_hub_data_set_through_local_parquet_of_the_same_schema(here):
     assert load("hotpotqa/hotpot_qa", split="dev")[0] == load(saved(here / "data.json", [record(2)]))[0]
     assert [r.id for r in load("hotpotqa/hotpot_qa:default:train", split="dev")] == ["r0", "r1"]
     with pytest.raises(DataError, match=r"split test\) from the hub"):
+        load("hotpotqa/hotpot_qa::test", split="dev")
+    with pytest.raises(DataError, match="holds files of dev, train, none of test"):
         load("hotpotqa/hotpot_qa", split="test")
     with pytest.raises(DataError, match="paragraphs: Field required"):
         load("hotpotqa/hotpot_qa", "musique")
@@ -38,7 +40,7 @@ def test_a_date_beyond_the_year_9999_is_told_with_its_row(here):
     path.parent.mkdir(parents=True)
     when = pyarrow.array([0, 2**62], pyarrow.timestamp("us"))
     pyarrow.parquet.write_table(pyarrow.table({"question": ["q", "r"], "answer": ["a", "b"], "when": when}), path)
-    with pytest.raises(DataError, match=r"^task\.data\.dev: own/set row 1: cannot be read: "):
+    with pytest.raises(DataError, match=r"^task\.data\.dev: own/set/validation\.parquet row 1: cannot be read: "):
         load("own/set", "nq")
 
 
@@ -96,7 +98,7 @@ def test_a_hub_that_does_not_answer_is_not_asked_again_and_again(monkeypatch, ca
 
 def test_splits_of_one_hub_id_are_sources_of_their_own(tmp_path, monkeypatch):
     def identities(*specs):
-        return [Source("x", spec).identity(split) for split, spec in zip(("train", "test"), specs, strict=True)]
+        return [Source("x", spec).identities(split) for split, spec in zip(("train", "test"), specs, strict=True)]
 
     one, other = identities("mteb/banking77", "mteb/banking77")
     assert one != other

@@ -21,7 +21,8 @@ from mmrl.retrieval.base import Document
 from mmrl.retrieval.store import PassageStore
 from mmrl.system.files import user_path
 from mmrl.tasks.data.layouts import Evidence, passage
-from mmrl.tasks.data.rows import FORMATS, Row, Source, read_as
+from mmrl.tasks.data.places import FORMATS, files_below, is_saved
+from mmrl.tasks.data.rows import Row, Source, read_as
 from mmrl.tasks.mini.examples import mini_corpus
 
 log = logging.getLogger("mmrl.data")
@@ -41,7 +42,7 @@ class Corpus:
     """The passages of several sources, in order; may repeat itself (`mmrl.retrieval.store` keeps each once).
 
     Args:
-        specs: `mini`, a file, a folder (all files below it that hold passages), or a hub id.
+        specs: `mini`, a folder (all files below it that hold passages), or another source (`tasks.data.rows`).
 
     Raises:
         DataError: a source that is not there.
@@ -66,8 +67,8 @@ class Corpus:
 
     def stamp(self) -> str:
         """Return a text that changes with the sources: their names, sizes and times."""
-        paths = [source.path for source, _ in self._sources if source is not None]
-        files = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths if path]
+        paths = [path for source, _ in self._sources if source is not None for path in source.files("train")]
+        files = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
         return hashlib.blake2b(repr((list(self.specs), files)).encode(), digest_size=16).hexdigest()
 
     def passages(self) -> Iterator[Document]:
@@ -91,12 +92,11 @@ class Corpus:
 def _sources(spec: str) -> list[tuple[Source | None, bool]]:
     if spec == "mini":
         return [(None, True)]
-    if not user_path(spec).is_dir():
-        source = Source(KEY, spec)
-        _ = source.path  # raises where there is none
+    folder, source = user_path(spec), Source(KEY, spec)
+    if not folder.is_dir() or is_saved(folder):
+        source.files("train")  # raises where there are none
         return [(source, True)]
-    files = [path for path in sorted(user_path(spec).rglob("*")) if path.suffix.lower() in FORMATS and path.is_file()]
-    if not files:
+    if not (files := files_below(folder)):
         raise DataError(f"{KEY}: {spec}: has no {', '.join(FORMATS)} file")
     return [(Source(KEY, str(path)), False) for path in files]
 

@@ -1,8 +1,8 @@
 """Rows from data files and from the hub: plain dictionaries, each with a name for error messages. Used by loaders.
 
-A source is a path (`.json`, `.jsonl`, `.csv`, `.tsv`, `.parquet`, or `.txt` as DPR writes topics) or a hub id
-`owner/name[:config[:split]]`, or a Python object `package.module:name` (a list of mappings or `dspy.Example`s, or a
-function that returns one).
+A source is on this machine (`tasks.data.places`): files `.json`, `.jsonl`, `.csv`, `.tsv`, `.parquet`, `.arrow`, or
+`.txt` as DPR writes topics. Or it is a hub id `owner/name[:config[:split]]`, or a Python object `package.module:name`
+(a list of mappings or `dspy.Example`s, or a function that returns one).
 
 The readers of JSON, CSV and TSV are our own: `datasets` and pandas name no line in their errors, guess types (an id
 `007` becomes 7), and want the same fields in every record.
@@ -17,9 +17,10 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Protocol, TypeVar
 
@@ -31,12 +32,12 @@ from mmrl.models.hub import hub_answers
 from mmrl.retrieval.base import whole_text
 from mmrl.system.files import user_path
 from mmrl.system.objects import OBJECT, imported
+from mmrl.tasks.data.places import FORMATS, files_of, names_files, parts_of, similar
 
 log = logging.getLogger("mmrl.data")
 
 HALF = re.compile(r"\\u[dD][89a-fA-F]")
 """JSON's escape of half a UTF-16 pair; most are whole pairs."""
-FORMATS = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".txt")
 # Checked before anything is fetched: a spec that cannot be a hub id is a wrong path, and is reported as one.
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(:[\w.-]*){0,2}")
 HUB_SPLITS: Mapping[str, str] = {"train": "train", "dev": "validation", "test": "test"}
@@ -109,18 +110,28 @@ def check_unique(key: str, objects: Iterable[tuple[Row, NamedT]]) -> list[NamedT
     return list(by_id.values())
 
 
-def same_rows(sources: Mapping[str, str]) -> list[list[str]]:
-    """Group the splits whose sources have the same rows.
+def same_rows(sources: Mapping[str, str], amount: str | None = None) -> dict[tuple[str, ...], str]:
+    """Group the splits whose sources have files or ids in common; returns them with a sentence that says so.
 
     Args:
-        sources: split -> file, hub id or object.
+        sources: split -> files, hub id or object.
+        amount: word for what the splits of one source are of it; None: both or all.
     """
-    # Compared by the rows of a source, not by its spelling: two spellings of one file are one source, and a
-    # hub id without a split has other rows for each of ours.
-    splits_of: dict[str, list[str]] = {}
-    for split, spec in sources.items():
-        splits_of.setdefault(Source("", spec).identity(split), []).append(split)
-    return [splits for splits in splits_of.values() if len(splits) > 1]
+    # Compared by what a source holds, not by its spelling: two spellings of one file are one source, and a hub id
+    # without a split has other rows for each of ours.
+    parts = {split: Source("", spec).identities(split) for split, spec in sources.items()}
+    groups: list[tuple[str, ...]] = []
+    for split in sources:
+        sharing = [group for group in groups if any(parts[split] & parts[other] for other in group)]
+        groups = [*(group for group in groups if group not in sharing), (*chain.from_iterable(sharing), split)]
+    texts = {}
+    for splits in (group for group in groups if len(group) > 1):
+        if all(parts[split] == parts[splits[0]] for split in splits):
+            what = amount or ("both" if len(splits) == 2 else "all")
+            texts[splits] = f"{' and '.join(splits)} are {what} {sources[splits[0]]}"
+        else:
+            texts[splits] = f"{' and '.join(f'{split} ({sources[split]})' for split in splits)} have files in common"
+    return texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,46 +140,48 @@ class Source:
 
     Args:
         key: the config key that named it (`task.data.train`).
-        spec: text of the user.
+        spec: text of the user; several sources have commas between them.
     """
 
     key: str
     spec: str
 
-    @property
-    def path(self) -> Path | None:
-        """The file, or None for a hub id.
+    def files(self, split: str) -> list[Path]:
+        """Return the files, in the order in which they are read; none for a hub id or an object.
 
         Raises:
-            DataError: neither a file nor a hub id.
+            DataError: neither a file nor a hub id; files that are not all there, or of several splits.
         """
+        if self.is_object:
+            return []
+        try:
+            if names_files(self.spec):
+                return [file for part in parts_of(self.spec) for file in files_of(part, split)]
+        except DataError as error:
+            raise DataError(f"{self.key}: {error}") from None
         path = user_path(self.spec)
-        readable = path.suffix.lower() in FORMATS
-        if path.is_file() and readable:
-            return path
         # a typo in a file name must not become a request to the hub
-        if path.is_file() or readable or not HUB_ID.fullmatch(self.spec):
-            other = "has another format" if path.is_file() else "no such file"
+        if path.suffix.lower() in FORMATS or not HUB_ID.fullmatch(self.spec):
             raise DataError(
-                f"{self.key}: '{self.spec}': {'is a folder' if path.is_dir() else other}; expected a "
-                f"{', '.join(FORMATS)} file, a hub id owner/name[:config[:split]]"
+                f"{self.key}: '{self.spec}': no such file; expected {', '.join(FORMATS)} files (one, a folder, a "
+                "pattern or a list of them), a hub id owner/name[:config[:split]]"
                 + ("" if self.key == "algo.file" else ", or mini")
+                + similar(path)
             )
-        return None
+        return []
 
     @property
     def is_object(self) -> bool:
         """True if the source is a Python object, not a file."""
         return OBJECT.fullmatch(self.spec) is not None and not user_path(self.spec).is_file()
 
-    def identity(self, split: str) -> str:
-        """Return a text equal for two sources exactly if their rows are: a hub id without a split has one per split."""
-        if self.is_object:
-            return self.spec
-        path = user_path(self.spec)
-        if path.is_file() or not HUB_ID.fullmatch(self.spec):
-            return str(path.resolve())
-        return ":".join(self._hub_place(split))
+    def identities(self, split: str) -> set[str]:
+        """Return texts of which two sources share one if they have rows in common: their files, or what they name."""
+        # What is wrong with its files is said where they are read.
+        with suppress(DataError):
+            if files := self.files(split):
+                return {str(file.resolve()) for file in files}
+        return {self.spec if self.is_object else ":".join(self._hub_place(split))}
 
     def _hub_place(self, split: str) -> tuple[str, str, str]:
         """Return name, config (may be empty) and split of a hub id."""
@@ -194,8 +207,8 @@ class Source:
         """Yield rows one by one, for sources larger than memory (all but `.json`); an empty source is no error here."""
         if self.is_object:
             return self._object()
-        path = self.path
-        return self._hub(split) if path is None else self._file(path)
+        files = self.files(split)
+        return chain.from_iterable(map(self._file, files)) if files else self._hub(split)
 
     def _object(self) -> Iterator[Row]:
         records = imported(self.key, self.spec)
@@ -220,6 +233,7 @@ class Source:
             ".csv": partial(_table, delimiter=","),
             ".tsv": partial(_table, delimiter="\t"),
             ".parquet": _parquet,
+            ".arrow": _arrow,
             ".txt": _topics,
         }
         try:
@@ -245,7 +259,10 @@ class Source:
             # `datasets` raises many types here: no network, no such repository, config or split
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             why = "the hub does not answer, and it is not in the local cache" if offline else reason
-            raise DataError(f"{self.key}: cannot load '{self.spec}' (split {hub_split}) from the hub: {why}") from None
+            hint = similar(user_path(self.spec))
+            raise DataError(
+                f"{self.key}: cannot load '{self.spec}' (split {hub_split}) from the hub: {why}{hint}"
+            ) from None
         try:
             yield from _numbered(table, self.spec)
         except ValueError as error:
@@ -347,7 +364,31 @@ def _parquet(path: Path) -> Iterator[Row]:
         raise ValueError(f"{path} is not a parquet file: {error}") from None
     _refuse_repeated(table.schema_arrow.names, str(path))
     # batch by batch: a corpus may be larger than memory
-    yield from _numbered((values for batch in table.iter_batches() for values in batch.to_pylist()), str(path))
+    yield from _numbered(chain.from_iterable(map(_values, table.iter_batches())), str(path))
+
+
+def _arrow(path: Path) -> Iterator[Row]:
+    """Read what `datasets` keeps its rows in (a stream), or an Arrow file."""
+    import pyarrow
+
+    try:
+        with pyarrow.memory_map(str(path)) as source:
+            whole = source.read(6) == b"ARROW1"
+            source.seek(0)
+            reader = pyarrow.ipc.open_file(source) if whole else pyarrow.ipc.open_stream(source)
+            batches = map(reader.get_batch, range(reader.num_record_batches)) if whole else reader
+            _refuse_repeated(reader.schema.names, str(path))
+            yield from _numbered(chain.from_iterable(map(_values, batches)), str(path))
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"{path} is not an Arrow file: {error}") from None
+
+
+def _values(batch: Any) -> Iterable[Any]:
+    """Return the rows of a batch of a table; where one cannot be read, those before it come first."""
+    try:
+        return batch.to_pylist()
+    except (ValueError, OverflowError):
+        return (values for number in range(len(batch)) for values in batch.slice(number, 1).to_pylist())
 
 
 def _numbered(records: Iterable[Any], source: str) -> Iterator[Row]:

@@ -128,13 +128,11 @@ class DspyTask(Task):
 
     def source_problems(self) -> list[str]:
         """Report sources that two splits would use in full."""
-        amount = "all of" if self.places else "both"
         disjoint = self.places if getattr(self.config, "sample", None) == "paper" else {}
         return [
-            f"task.data: {' and '.join(splits)} are {amount} {self.sources[splits[0]]}; "
-            "expected a source each"
+            f"task.data: {sentence}; expected a source each"
             + (f", or task.sample=paper for {' and '.join(splits)}" if set(splits) <= set(self.places) else "")
-            for splits in same_rows(self.sources)
+            for splits, sentence in same_rows(self.sources, "all of" if self.places else "both").items()
             if not set(splits) <= set(disjoint)
         ]
 
