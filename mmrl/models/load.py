@@ -59,41 +59,22 @@ def located(path: str) -> str:
     return str(user_path(path))
 
 
-PLAIN = (
-    "{{ bos_token or '' }}{% for m in messages %}"
-    "{{ {'user': 'User: ', 'assistant': 'Assistant: '}.get(m.role, '') + m.content }}"
-    "{{ eos_token if m.role == 'assistant' }}{{ '\\n\\n' }}{% endfor %}"
-    "{{ 'Assistant:' if add_generation_prompt }}"
-)
-"""`model.chat_template=plain`: a transcript in plain text. A turn of the model ends with the end-of-text token."""
 NO_CODE = {"trust_remote_code": False}
 """Left out, transformers would ask at the terminal whether to run the code of a model, and wait for the answer."""
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of `model`, with the chat template and thinking mode that the config asks for.
+    """Return the tokenizer of `model`, with the chat template, thinking mode and date that the config asks for.
 
     Raises:
-        ConfigError: `model.path` cannot be loaded, or there is no chat template.
+        ConfigError: `model.path` cannot be loaded, or its chat template cannot be used.
     """
     from transformers import AutoTokenizer
 
+    from mmrl.models.tokenizer import prepare
+
     tokenizer: PreTrainedTokenizerBase = _loaded(model, "tokenizer", AutoTokenizer)
-    if model.chat_template is not None:
-        tokenizer.chat_template = PLAIN if model.chat_template == "plain" else _read_template(model.chat_template)
-    elif isinstance(tokenizer.chat_template, dict):  # one for each use
-        tokenizer.chat_template = tokenizer.chat_template.get("default")
-    if not isinstance(tokenizer.chat_template, str):
-        raise ConfigError(
-            f"model.chat_template: the tokenizer of '{model.path}' has no chat template, as base models have none; use "
-            "model.chat_template=plain, or a Jinja file"
-        )
-    if tokenizer.eos_token_id is None:
-        raise ConfigError(f"model.path: the tokenizer of '{model.path}' has no end-of-turn (eos) token")
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    tokenizer.chat_template = _with_thinking(tokenizer.chat_template, model)
-    _try_template(tokenizer, model)
+    prepare(tokenizer, model)
     return tokenizer
 
 
@@ -374,36 +355,6 @@ def _unknown_value(config: Path, error: Exception) -> str | None:
             if value == error.args[0] or (isinstance(value, list) and error.args[0] in value):
                 return f"{config}: {path} is '{error.args[0]}', which this transformers does not have"
     return None
-
-
-def _read_template(path: str) -> str:
-    try:
-        return user_path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"model.chat_template: cannot read '{path}': {error}") from error
-
-
-def _try_template(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> None:
-    """Refuse a template that cannot write a prompt, in its own words."""
-    from mmrl.models.chat import takes_system_role
-
-    try:
-        takes_system_role(tokenizer)
-    except Exception as error:  # a template calls what it likes
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise ConfigError(
-            f"model.chat_template: the chat template of '{model.path}' cannot write a prompt: {reason}; give another "
-            "one, a Jinja file"
-        ) from error
-
-
-def _with_thinking(template: str, model: ModelConfig) -> str:
-    """Return the template with its thinking mode fixed, so that every user of the tokenizer renders the same prompt."""
-    if "enable_thinking" in template:
-        return f"{{%- set enable_thinking = {str(model.thinking).lower()} -%}}{template}"
-    if model.thinking:
-        raise ConfigError(f"model.thinking: the chat template of '{model.path}' has no thinking mode, expected false")
-    return template
 
 
 def _dtype(model: ModelConfig, device: torch.device) -> torch.dtype:

@@ -227,7 +227,7 @@ def model_of(text: str) -> tuple[str, dict[str, object]]:
         return fetched, {}
     section = _run_section(text, "model")
     name = section.get("name")
-    settings = {key: value for key in ("revision", "chat_template", "thinking") if (value := section.get(key))}
+    settings = {key: value for key in ("revision", "chat_template", "thinking", "date") if (value := section.get(key))}
     return "hf" if name is None else str(name), settings
 
 

@@ -27,6 +27,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from mmrl.errors import CheckpointError, ConfigError, Stopped, SyncFailure, TooManyFailures
 from mmrl.models.policy import is_complete
+from mmrl.models.template import as_saved
 from mmrl.trainer import checkpoint, sharding
 from mmrl.trainer.adapters import Adapters, in_fixed_order
 from mmrl.trainer.critic import Critic, trained_in_float32
@@ -143,7 +144,7 @@ class MmrlTrainer(GRPOTrainer):
             reward_funcs=no_reward,
             args=one_device(GRPOConfig(**arguments)),
             train_dataset=Dataset.from_dict({"prompt": ["mmrl brings its own batches"] * 2}),
-            processing_class=tokenizer,
+            processing_class=as_saved(tokenizer),
             callbacks=[UpdateEnd(self.end_update)],
             peft_config=lora,
         )

@@ -16,6 +16,7 @@ from mmrl import rng
 from mmrl.config.base import LEAST_TEMPERATURE
 from mmrl.engines.base import Completion, Request
 from mmrl.errors import EngineFailure, LengthFailure, RequestFailure
+from mmrl.models.chat import template_ends
 from mmrl.models.load import rope_border
 
 if TYPE_CHECKING:
@@ -199,10 +200,10 @@ def context_limit(settings: PretrainedConfig, *limits: int | None) -> int | None
 
 
 def eos_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None) -> frozenset[int]:
-    """Return the end-of-turn ids: that of the tokenizer and those of the model's generation config."""
+    """Return the end-of-turn ids: the tokenizer's, those of the model's generation config, and the chat template's."""
     # Chat models often end a turn with another token than the tokenizer's EOS, and name it in the generation config.
     ids: set[int] = set()
     for value in (tokenizer.eos_token_id, generation_config.eos_token_id if generation_config is not None else None):
         if value is not None:
             ids.update([value] if isinstance(value, int) else value)
-    return frozenset(ids)
+    return frozenset(ids | template_ends(tokenizer))
