@@ -22,10 +22,11 @@ _REFUSED = {
 }
 REFUSED = {name: words for words, names in _REFUSED.items() for name in names.split(", ")}
 """Architecture -> words of its refusal."""
-NO_CACHE = (
+_NO_CACHE = (
     "blt, deepseek_v4, falcon_mamba, git, llama4, llama4_text, mamba, mamba2, minimax, minimax_m3_vl_text, moshi, "
     "nemotron_h, openai-gpt, qwen4_exp, qwen4_exp_text, recurrent_gemma, reformer, rwkv, whisper, xlstm"
-).split(", ")
+)
+NO_CACHE = frozenset(_NO_CACHE.split(", "))
 """Served by whole rows: their cache does not bear rows that leave or padding on the left, or they have none."""
 FAULTS: dict[str, tuple[str, str]] = {
     "deepseek_v4": ("adapter", "o_a_proj is a linear layer with a forward of its own"),
