@@ -184,9 +184,7 @@ def sampled(
 def trainer(case: Case, lora: LoraConfig | None = None) -> MmrlTrainer:
     """Return the trainer of a run."""
     config = case.config.model_copy(update={"lora": lora})
-    settings = Settings(
-        train=TrainConfig(steps=1, microbatch_tokens=256), algo=AlgoConfig(name="test", beta=0.0), model=config, seed=0
-    )
+    settings = Settings(train=TrainConfig(steps=1), algo=AlgoConfig(name="test", beta=0.0), model=config, seed=0)
     return MmrlTrainer(
         load_model(config, "cpu"),
         load_tokenizer(config),
