@@ -30,7 +30,7 @@ TEXT = (
     "A model reads this text once by itself, and once in the way that a run will take. Both must agree: token by "
     "token, in 1 row or 2, whether a row is short or long; otherwise what is sampled is not what is trained."
 )
-_DRAWN = 0.02
+_DRAWN = 0.002
 """Standard deviation of the adapters' drawn weights: large enough that an adapter which is left out shows."""
 
 

@@ -30,6 +30,8 @@ ALL_FAILED = 0.95
 """Share of rollouts that failed from which on an alarm need not wait for a window of steps."""
 NEVER_VALID = 0.05
 """Share of usable completions up to which a module learns next to nothing."""
+ALL_CUT = 0.9
+"""Share of replies cut at the limit above which a module hardly ever says what it would."""
 EMPTY_SEARCHES = 0.3
 """Share of searches that bring nothing."""
 
@@ -59,8 +61,8 @@ def alarms(history: History, window: int = WINDOW, extra: Sequence[AlarmRule] = 
     return sorted(_with_causes(raised, history), key=lambda alarm: (alarm.step, alarm.name, alarm.key))
 
 
-CAUSES = ("never_parses", "prompt_too_long", "limits")
-"""Alarms that explain equal rewards."""
+CAUSES = ("replies_cut", "never_parses", "prompt_too_long", "limits")
+"""Alarms that explain equal rewards, the first cause first."""
 
 
 def _with_causes(raised: Sequence[Alarm], history: History) -> list[Alarm]:
@@ -77,7 +79,8 @@ def _with_causes(raised: Sequence[Alarm], history: History) -> list[Alarm]:
         return other.name == "never_parses" or bool(stretch.mean() >= 0.5)
 
     def message(alarm: Alarm) -> str:
-        causes = [other.message for other in raised if explains(other, alarm)] if alarm.name == "zero_variance" else []
+        explained = [other for other in raised if alarm.name == "zero_variance" and explains(other, alarm)]
+        causes = [other.message for other in sorted(explained, key=lambda other: CAUSES.index(other.name))]
         return f"nearly all groups have equal rewards, since {causes[0]}" if causes else alarm.message
 
     return [replace(alarm, message=message(alarm)) for alarm in raised]
@@ -150,6 +153,7 @@ def rules(history: History, window: int = WINDOW) -> tuple[AlarmRule, ...]:
         AlarmRule("format_falling", faulty, _off_best(0.2, lowest=True), "faults_rising"),
         AlarmRule("length_runaway", length, _above_first(3.0), "length_growing"),
         AlarmRule("length_runaway", cut, _risen(0.3, at_least=0.5), "cut", "task.max_tokens"),
+        AlarmRule("replies_cut", cut, _above_from_start(ALL_CUT), "cut", "task.max_tokens", early=True),
         AlarmRule("copies", similarity, at_least(0.98)),  # mean token F1 between the texts of a group
     )
 
@@ -177,6 +181,11 @@ def _above_first(times: float, at_least: float = 0.0) -> Criterion:
         (means > times * means[0]) & (means[0] > 0) & (means >= at_least),
         np.full_like(means, means[0]),
     )
+
+
+def _above_from_start(limit: float) -> Criterion:
+    # What rises to the limit later is told as a rise.
+    return lambda means: ((means > limit) & (means[0] > limit), means)
 
 
 def _below_first(times: float) -> Criterion:

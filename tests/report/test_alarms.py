@@ -68,6 +68,7 @@ def test_a_healthy_run_is_silent():
         ("many_candidates", "task/answer_candidates", lambda s: 1.2 if s < 20 else 4.0),
         ("length_runaway", "module/m/length", lambda s: 20.0 if s < 20 else 90.0),
         ("length_runaway", "module/m/finish_length_share", lambda s: 0.05 if s < 20 else 0.9),
+        ("replies_cut", "module/m/finish_length_share", lambda s: 0.92),
         ("not_finite", "train/grad_norm", lambda s: 1.0 if s < 20 else math.nan),
         ("not_finite", "train/loss", lambda s: 1.0 if s < 20 else math.inf),
         ("not_finite", "train/kl", lambda s: 1e-3 if s < 20 else None),  # as a file has it
@@ -94,6 +95,19 @@ def test_equal_rewards_are_blamed_on_what_never_parses():
     # Once it parses, equal rewards are what they are.
     unparsed["module__m__format_rate"] = lambda s: 0.0 if s < 10 else 1.0
     assert "algo.group_size" in messages(history(**unparsed))["zero_variance"]
+
+
+def test_equal_rewards_are_blamed_on_cut_replies_before_what_that_causes():
+    found = messages(
+        history(
+            module__m__finish_length_share=lambda s: 0.92,
+            module__m__format_rate=lambda s: 0.02,
+            credit__zero_variance_share=lambda s: 1.0,
+        )
+    )
+    assert sorted(found) == ["never_parses", "replies_cut", "zero_variance"]
+    assert "since 92% of the replies are cut at the limit of task.max_tokens" in found["zero_variance"]
+    assert "easier" not in found["zero_variance"]
 
 
 @pytest.mark.parametrize(
