@@ -73,6 +73,7 @@ def token_budget(tokens: int | None, model: PreTrainedModel, checkpointing: bool
         memory, limit = CPU_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), CPU_TOKENS
     hidden, layers = config.hidden_size, config.num_hidden_layers
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
+    inner = max(inner) if isinstance(inner, list) else inner  # one for each layer (Gemma 3n)
     # What a decoder layer keeps for its backward pass: about 12 tensors of its own width and 4 of the inner one.
     layer = size * (12 * hidden + 4 * inner)
     # With gradient checkpointing, one layer's activations at a time and every layer's input.
