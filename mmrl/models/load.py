@@ -6,7 +6,6 @@ imports torch or transformers until it is called.
 
 from __future__ import annotations
 
-import inspect
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -144,11 +143,6 @@ def skeleton(model: ModelConfig) -> tuple[PreTrainedModel, str]:
     problem = problem or quantised(weights, loaded)
     if problem:
         raise ConfigError(f"model.path: {_cannot(model, 'weights')}: {problem}")
-    if getattr(loaded.config, "is_decoder", False) and "position_ids" not in inspect.signature(kind.forward).parameters:
-        raise ConfigError(
-            f"model.path: '{model.path}' is a {kind.__name__}, which counts the positions of its tokens by itself, "
-            "padding included; expected a causal language model that takes position_ids"
-        )
     return loaded, f"model.path: {note} ('{model.path}')" if note else ""
 
 

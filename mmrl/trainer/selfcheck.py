@@ -69,13 +69,21 @@ def check_at_load(forwards: Forwards, tokenizer: PreTrainedTokenizerBase) -> lis
         )
         for number, row in enumerate(rows)
     ]
-    with drawn_adapters(model), evaluating(model):
-        forwards.use_adapter(forwards.make_packs(calls[:1], [module], score_all=True)[0])
-        with forwards.autocast():
-            plain = plain_logprobs(model, rows, forwards.settings.algo.temperature)
-        if not all(math.isfinite(number) for row in plain for number in row):
-            raise ConfigError("model.path: log-probabilities of a short text are no finite numbers; are the weights?")
-        return _compare(forwards, calls, plain)
+    try:
+        with drawn_adapters(model), evaluating(model):
+            forwards.use_adapter(forwards.make_packs(calls[:1], [module], score_all=True)[0])
+            with forwards.autocast():
+                plain = plain_logprobs(model, rows, forwards.settings.algo.temperature)
+            if not all(math.isfinite(number) for row in plain for number in row):
+                raise ConfigError(
+                    "model.path: log-probabilities of a short text are no finite numbers; are the weights?"
+                )
+            return _compare(forwards, calls, plain)
+    except MmrlError:
+        raise
+    except Exception as error:  # whatever the code of an architecture raises on rows that it is not made for
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}"
+        raise ConfigError(f"model.path: the trainer cannot compute with this model: {reason}") from error
 
 
 def check_batch(forwards: Forwards, calls: Sequence[TrainCall]) -> bool:

@@ -151,5 +151,7 @@ def test_special_looking_text_stays_text_in_every_template() -> None:
 
 def test_gpt_oss_replies_are_their_final_part() -> None:
     tokenizer = loaded("gptoss")
-    reply = "<|channel|>analysis<|message|>Maybe Lyon? No.<|end|><|start|>assistant<|channel|>final<|message|>Paris<|return|>"
+    reply = (
+        "<|channel|>analysis<|message|>Maybe Lyon?<|end|><|start|>assistant<|channel|>final<|message|>Paris<|return|>"
+    )
     assert decode_text(tokenizer, tokenizer(reply, add_special_tokens=False).input_ids) == "Paris"
