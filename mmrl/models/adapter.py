@@ -166,14 +166,11 @@ def _linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
     from transformers.pytorch_utils import Conv1D
 
-    from mmrl.models.linear import OneDnnLinear
-
     head = model.get_output_embeddings()
-    plain = (torch.nn.Linear.forward, Conv1D.forward, OneDnnLinear.forward)
     found: dict[str, nn.Module] = {}
     for name, part in _text_modules(model).items():
-        # One with a forward of its own (a router that gives two results, grouped products) can have no adapter.
-        if getattr(type(part), "forward", None) in plain and part is not head:
+        # A router of a class of its own gives more than one result, on which no adapter can be put.
+        if isinstance(part, torch.nn.Linear | Conv1D) and part is not head and "Router" not in type(part).__name__:
             try:
                 _check_lora_target_modules_mamba(LoraConfig(), model, _leaf(name))
             except ValueError:  # a layer whose weight a kernel reads without calling it

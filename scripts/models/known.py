@@ -27,6 +27,7 @@ NO_CACHE = frozenset(_NO_CACHE.split(", "))
 """Served by whole rows: their cache does not bear rows that leave or padding on the left, or they have none."""
 FAULTS: dict[str, tuple[str, str]] = {
     "blt": ("update, adapter", "its config has no hidden_size"),
+    "deepseek_v4": ("adapter", "o_a_proj is a linear layer with a forward of its own"),
     "falcon_mamba": ("adapter", "dt_proj's weight is read without a call"),
     "gemma3n_text": ("adapter", "correction_coefs' weight is read without a call in training"),
     "jamba": ("adapter", "dt_proj's weight is read without a call"),
