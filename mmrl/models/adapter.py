@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 from mmrl.config.schema import LoraConfig
 from mmrl.errors import ConfigError, reason_of
 from mmrl.models.headers import file_weights
-from mmrl.models.report import FIRST
+from mmrl.models.report import FIRST, quiet
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -56,17 +56,20 @@ def with_adapters(model: PreTrainedModel, folders: Mapping[str, str]) -> PeftMod
     for name, folder in folders.items():
         config, what = _saved_config(folder), f"policy: the adapter {folder}"
         try:
-            if wrapped is None:
-                wrapped = cast("PeftModel", get_peft_model(model, config, adapter_name=name))
-            else:
-                wrapped.add_adapter(name, config)
-            found = wrapped.load_adapter(folder, adapter_name=name, torch_device="cpu")
+            with quiet():
+                if wrapped is None:
+                    wrapped = cast("PeftModel", get_peft_model(model, config, adapter_name=name))
+                else:
+                    wrapped.add_adapter(name, config)
+                found = wrapped.load_adapter(folder, adapter_name=name, torch_device="cpu")
         except Exception as error:  # of peft, torch and safetensors
             raise ConfigError(f"{what} does not fit {_kind(model)}: {reason_of(error)}") from error
-        for keys, fault in ((found.missing_keys, "lacks"), (found.unexpected_keys, "has, beside those that fit,")):
+        # peft takes a key for this adapter's where the name is anywhere in it.
+        missing = [key for key in found.missing_keys if re.search(rf"\.lora_\w+\.{re.escape(name)}(\.|$)", key)]
+        for keys, fault in ((missing, "lacks"), (found.unexpected_keys, "has, beside those that fit,")):
             if keys:
                 first = ", ".join(key.removeprefix("base_model.model.") for key in sorted(keys)[:FIRST])
-                raise ConfigError(f"{what} {fault} {len(keys)} weights of {_kind(model)} ({first})")
+                raise ConfigError(f"{what} {fault} {len(keys)} of the weights of {_kind(model)} ({first})")
     assert wrapped is not None
     return wrapped
 
@@ -243,6 +246,6 @@ def _describe(model: PreTrainedModel, reached: Collection[str]) -> str:
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     share = sum(size for name, size in sizes.items() if name in reached) / sum(sizes.values())
     rest = [name for name, p in model.named_parameters() if name not in reached and p.ndim > 1]
-    kinds = dict.fromkeys(re.sub(r"^.*\.\d+\.", "", name).removesuffix(".weight") for name in rest)
+    kinds = dict.fromkeys(re.sub(r"^(.*\.\d+|model)\.", "", name).removesuffix(".weight") for name in rest)
     left = f"; not {', '.join(kinds)}" if kinds else ""
     return f"reaches {share:.1%} of the weights{left}"

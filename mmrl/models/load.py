@@ -7,7 +7,6 @@ imports torch or transformers until it is called.
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,7 +22,7 @@ from mmrl.models.headers import saved_weights
 from mmrl.models.hub import hub_answers, weights_problems
 from mmrl.models.policy import Policy
 from mmrl.models.prepare import choose_attention, keep_still, refuse_config, switch_noise_off
-from mmrl.models.report import judge, quantised, saved_inside, without_wrapper
+from mmrl.models.report import judge, quantised, quiet, saved_inside, without_wrapper
 from mmrl.system.files import user_path
 
 if TYPE_CHECKING:
@@ -265,25 +264,6 @@ def _refusing(model: ModelConfig, part: str) -> Iterator[None]:
         raise ConfigError(_unloadable(model, part, error)) from error
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keep transformers' and peft's reports and bars of loading off the terminal: they are judged instead."""
-    from transformers.utils import logging
-
-    before, shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    # Its bar of loaded tensors would tear the run's own display.
-    logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.set_verbosity(before)
-        if shown:
-            logging.enable_progress_bar()
-
-
 def _finder(model: ModelConfig) -> Callable[[str], str | None]:
     """Return what finds a file of `model` by its name; of a hub id it is loaded from the hub."""
     from transformers.utils import cached_file
@@ -327,7 +307,9 @@ def _cannot(model: ModelConfig, part: str) -> str:
 def _unloadable(model: ModelConfig, part: str, error: Exception) -> str:
     reason = reason_of(error)
     if Path(model_path(model)).is_dir():
-        reason = _unknown_value(Path(model_path(model)) / "config.json", error) or reason
+        file = Path(model_path(model)) / "config.json"
+        if isinstance(error, TypeError | LookupError | ArithmeticError | AttributeError):
+            reason = _unknown_value(file, error) or f"{file} has a value that none can be made of: {reason}"
     else:
         if not hub_answers():
             reason = "no such folder, and the hub does not answer (nor is it in the local cache)"
@@ -343,9 +325,8 @@ def _unknown_value(config: Path, error: Exception) -> str | None:
     """Return the key of a config whose value transformers has looked for in vain, in words; None for another error."""
     if not isinstance(error, KeyError) or not error.args:
         return None
-    with suppress(OSError, ValueError):
-        values = json.loads(config.read_text(encoding="utf-8"))
-        for path, value in iter_leaves(values) if isinstance(values, dict) else ():
+    with suppress(OSError, ValueError, AttributeError):
+        for path, value in iter_leaves(json.loads(config.read_text(encoding="utf-8"))):
             if value == error.args[0] or (isinstance(value, list) and error.args[0] in value):
                 return f"{config}: {path} is '{error.args[0]}', which this transformers does not have"
     return None

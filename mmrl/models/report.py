@@ -7,8 +7,10 @@ made) and for the weights themselves.
 from __future__ import annotations
 
 import re
+import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,6 +30,25 @@ FIRST = 3
 """Names that a sentence gives."""
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers' and peft's reports and bars of loading off the terminal: they are judged instead."""
+    from transformers.utils import logging
+
+    before, shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    # Its bar of loaded tensors would tear the run's own display.
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(before)
+        if shown:
+            logging.enable_progress_bar()
+
+
 def judge(report: Mapping[str, Any], model: PreTrainedModel) -> tuple[str, str]:
     """Return what is wrong with loaded weights, and what is worth a line; empty for nothing.
 
@@ -38,7 +59,8 @@ def judge(report: Mapping[str, Any], model: PreTrainedModel) -> tuple[str, str]:
     kind = type(model).__name__
     missing, unexpected = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
     if missing:
-        return f"{_named(missing, 'weight')} of {kind} {_are(missing)} not in its files{_instead(unexpected)}", ""
+        others = f"; these have {_named(unexpected, 'other')}" if unexpected else ""
+        return f"{_named(missing, 'weight')} of {kind} {_are(missing)} not in its files and would be random{others}", ""
     if shapes := sorted(report["mismatched_keys"]):
         name, saved, wanted = shapes[0]
         others = f" (and {len(shapes) - 1} more)" if len(shapes) > 1 else ""
@@ -111,10 +133,6 @@ def _switched_off(name: str, model: PreTrainedModel) -> bool:
         return getattr(model.get_submodule(parent), leaf, model) is None
     except AttributeError:
         return False
-
-
-def _instead(unexpected: Collection[str]) -> str:
-    return f"; these have {_named(unexpected, 'other')}" if unexpected else ""
 
 
 def _groups(names: Iterable[str]) -> list[str]:
