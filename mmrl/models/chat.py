@@ -77,6 +77,8 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int:
 
 def template_ends(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Return the ids of special tokens with which the chat template ends a turn of the model; empty without one."""
+    if not tokenizer.chat_template:
+        return frozenset()
     renderer = _renderer(tokenizer)
     return frozenset(renderer.encoder.special[token] for token in renderer.template.ends)
 

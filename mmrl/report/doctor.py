@@ -106,8 +106,8 @@ def find(played: Played) -> list[Finding]:
     """Return the findings of a played step, those first that make training useless."""
     raised = alarms([{"step": 0, **played.metrics}], window=1, extra=tuple(_rules(played)))
     names = {alarm.name for alarm in raised}
-    # Each kind of failure has a separate sentence here.
-    explained = {"failures"}
+    # Each kind of failure has a separate sentence here, and cut replies are a finding (`cut`) from fewer on.
+    explained = {"failures", "replies_cut"}
     # Without a scored rollout nothing can be said about rewards.
     shares = failure_shares(played.metrics).items()
     if any(_stops(kind, share, played) for kind, share in shares if kind != ParseFailure.kind):

@@ -303,4 +303,4 @@ def _needs_plugins(stored: Mapping[str, object]) -> bool:
     """True if a name that chooses a section's schema is none of those that are known by now."""
     builtin = {path: {*schemas, "auto"} for path, schemas in CHOICES.items()}
     names = {path: value_at(stored, f"{path}.name") for path in builtin}
-    return any(name not in builtin[path] for path, name in names.items() if name)
+    return any(str(name) not in builtin[path] for path, name in names.items() if name)

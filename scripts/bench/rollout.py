@@ -62,7 +62,7 @@ OPTIONS = {"shapes": "short,fork", "repeats": "2", "model": "1M", "brief": ""}
 class NoTokenizer:
     """Nothing ends early: no end-of-turn id, no stop strings."""
 
-    eos_token_id = None
+    chat_template = eos_token_id = None
     all_special_ids = ()
 
     def decode(self, ids: list[int], **_: Any) -> str:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from mmrl.engines.base import Request, Sampling
 from mmrl.engines.embedded.batch_rows import Rules, eos_ids
 from mmrl.errors import EngineFailure, LengthFailure
+from tests.helpers.engines import EOS, tokenizer
 
 
 class Bytes:
@@ -121,5 +122,7 @@ def test_a_log_probability_that_is_not_finite_fails(logprob: float) -> None:
 
 
 def test_eos_ids_of_tokenizer_and_generation_config() -> None:
-    assert eos_ids(SimpleNamespace(eos_token_id=3), SimpleNamespace(eos_token_id=[4, 5])) == {3, 4, 5}
-    assert eos_ids(SimpleNamespace(eos_token_id=None), None) == frozenset()
+    named = tokenizer()
+    assert eos_ids(named, SimpleNamespace(eos_token_id=[4, 5])) == {EOS, 4, 5}
+    named.eos_token = None
+    assert eos_ids(named, None) == frozenset()

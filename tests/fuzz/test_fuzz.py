@@ -69,15 +69,15 @@ def test_a_number_of_examples_that_int_refuses_is_refused_in_words() -> None:
 def test_the_home_of_nobody_is_a_path_like_any_other() -> None:
     assert str(user_path("~nobody-of-this-name/x")) == "~nobody-of-this-name/x"
     with pytest.raises(DataError, match="no such file"):
-        _ = Source("task.data.train", "~nobody-of-this-name/x.jsonl").path
+        _ = Source("task.data.train", "~nobody-of-this-name/x.jsonl").files("train")
 
 
 def test_a_path_that_no_file_can_have_is_refused_in_words() -> None:
     for spec in ("a" * 300, "b/" * 3000):
         with pytest.raises(ConfigError, match=f"got a path of {len(spec)} characters"):
-            _ = Source("task.data.train", spec).path
+            _ = Source("task.data.train", spec).files("train")
     with pytest.raises(ConfigError, match="got a path with a NUL character"):
-        _ = Source("task.data.train", "~\0").path
+        _ = Source("task.data.train", "~\0").files("train")
 
 
 def test_a_config_with_half_a_character_is_refused_by_its_key() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, patch
 
@@ -21,6 +20,7 @@ from mmrl.stages.step_log import StepLog
 from mmrl.stages.weights import WeightStage
 from tests.config.effects import Options, acts, nested
 from tests.config.effects.algo import GROUPS
+from tests.helpers.engines import tokenizer
 from tests.helpers.programs import Chain, FakeEngine, FakeTask, environment, letters, seeded_letter
 from tests.helpers.trainer_cases import gradients, make_calls, make_trainer
 
@@ -169,7 +169,7 @@ def without_signal(name: str, options: Options, folder: Path) -> object:
     config = config_of({"algo": {"name": name, **options}, "train.batch_size": 2})
     collector = collector_of(config, FakeEngine(seeded_letter))
     collector.task = FakeTask(Canon(("a",)))
-    collector.tokenizer = SimpleNamespace(eos_token_id=0)  # type: ignore[assignment]
+    collector.tokenizer = tokenizer()
     with (
         patch("mmrl.stages.collect.annotate", lambda forwards, forest: forest),
         patch("mmrl.stages.collect.encode_text", lambda tokenizer, text: letters(text)),
