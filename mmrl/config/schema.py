@@ -59,7 +59,7 @@ class ModuleWeights(Section):
 def _iso_date(value: object) -> object:
     """Convert a date, which YAML makes of one that has no quotes."""
     try:
-        return date.fromisoformat(str(value)).isoformat()
+        return None if value is None else date.fromisoformat(str(value)).isoformat()
     except ValueError:
         raise ValueError(f"got {str(value)!r:.60}, expected a date such as 2026-11-28") from None
 
@@ -89,7 +89,7 @@ class ModelConfig(Section):
         None, description="a Jinja file, or `plain` (base models); null: the tokenizer's own"
     )
     thinking: bool = Field(False, description="the chat template's thinking mode, where it has one")
-    date: Annotated[str, BeforeValidator(_iso_date)] | None = Field(
+    date: Annotated[str | None, BeforeValidator(_iso_date)] = Field(
         None, description="the day that chat templates write into prompts; null: that of the start, stored in the run"
     )
     selfcheck: bool = Field(
