@@ -70,8 +70,6 @@ def rendered(name: str, options: Options, folder: Path) -> object:
     thinks = "{% if enable_thinking %}<think>{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
     (folder / "shout.jinja").write_text("{% for m in messages %}!{{ m.content }}!{% endfor %}", encoding="utf-8")
     (folder / "thinks.jinja").write_text(thinks, encoding="utf-8")
-    dated = "{{ strftime_now('%d %b %Y %H:%M') }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    (folder / "dated.jinja").write_text(dated, encoding="utf-8")
     if template := options.get("model.chat_template"):
         options = {**options, "model.chat_template": str(folder / template)}
     return render_prompt(load_tokenizer(root(name, options).model), [{"role": "user", "content": "Who made it?"}])
@@ -137,7 +135,6 @@ def titled(name: str, options: Options, folder: Path) -> object:
 acts(TRAIN, "model.path", loaded, "tiny", "tiny_dspy")
 acts(BOTH, "model.chat_template", rendered, None, "shout.jinja")
 acts(BOTH, "model.thinking", rendered, False, True, model__chat_template="thinks.jinja")
-acts(BOTH, "model.date", rendered, "2024-02-29", "2026-11-28", model__chat_template="dated.jinja")
 acts(BOTH, "model.dtype", loaded, "float32", "bfloat16")
 acts(BOTH, "model.matmul", loaded, "torch", "onednn")
 acts(BOTH, "model.attention", loaded, "auto", "eager")
