@@ -56,6 +56,14 @@ class ModuleWeights(Section):
     frozen: bool = Field(False, description="out of the loss; the adapter stays as it starts: the base replies")
 
 
+def _iso_date(value: object) -> object:
+    """Convert a date, which YAML makes of one that has no quotes."""
+    try:
+        return date.fromisoformat(str(value)).isoformat()
+    except ValueError:
+        raise ValueError(f"got {str(value)!r:.60}, expected a date such as 2026-11-28") from None
+
+
 class ModelConfig(Section):
     """The policy's weights."""
 
@@ -81,22 +89,12 @@ class ModelConfig(Section):
         None, description="a Jinja file, or `plain` (base models); null: the tokenizer's own"
     )
     thinking: bool = Field(False, description="the chat template's thinking mode, where it has one")
-    date: str | None = Field(
+    date: Annotated[str, BeforeValidator(_iso_date)] | None = Field(
         None, description="the day that chat templates write into prompts; null: that of the start, stored in the run"
     )
     selfcheck: bool = Field(
         True, description="compare the ways in which the run computes log-probabilities with the model's plain forward"
     )
-
-    @field_validator("date", mode="before")
-    @classmethod
-    def _is_a_day(cls, value: object) -> str | None:
-        if value is None:
-            return None
-        try:  # YAML makes a date of one that has no quotes
-            return date.fromisoformat(str(value)).isoformat()
-        except ValueError:
-            raise ValueError(f"got {str(value)!r:.60}, expected a day such as 2026-11-28") from None
 
 
 class RayConfig(Section):
