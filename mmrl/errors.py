@@ -301,13 +301,15 @@ def storage(path: object = None) -> Iterator[None]:
 
 SHOWN, LONGEST = 100, 2_000
 """Problems that are printed, of a file that may be wrong on every line; characters of one, which may quote a value."""
+_CODES = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def print_error(error: MmrlError) -> None:
     """Print one line per problem on stderr."""
     lines = error.problems if isinstance(error, ConfigError) else [str(error)]
     for text in lines[:SHOWN]:
-        line = " ".join(text.splitlines())  # a value that it quotes may have several
+        # A value that it quotes may have several lines, and codes that a terminal would obey.
+        line = _CODES.sub(lambda code: repr(code[0])[1:-1], " ".join(text.splitlines()))
         message = line if len(line) <= LONGEST else f"{line[:LONGEST]}... ({len(line) - LONGEST} more characters)"
         print(f"error: {message}", file=sys.stderr)
     if len(lines) > SHOWN:

@@ -53,15 +53,22 @@ def prepare(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> None:
     use(tokenizer, thinking=model.thinking, date=model.date)
     if model.thinking and not template_of(tokenizer).thinks:
         raise ConfigError(f"model.thinking: the chat template of '{model.path}' has no thinking mode, expected false")
+    said: list[str] = []
+
+    def tried() -> tuple[str, ...]:
+        problems = tuple(refusals(tokenizer))
+        said.extend(() if problems else notes(tokenizer))
+        return problems
+
     try:
-        problems = _limited(lambda: tuple(refusals(tokenizer)))
+        problems = _limited(tried)
     except Exception as error:  # a template calls what it likes
         problems = (f"cannot write a prompt: {first_line(error)}",)
     if problems:
         raise ConfigError(
             f"model.chat_template: the chat template of '{model.path}' {problems[0]}; give another one, a Jinja file"
         )
-    for note in notes(tokenizer):
+    for note in said:
         _say(model.path, note)
 
 
@@ -105,7 +112,7 @@ def _limited(work: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:
         # A template is a Python program to Jinja: only an exception from outside ends its loops.
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_TooLong))
         thread.join(1.0)
-        return (f"does not end: three short messages took it more than {LONGEST_S:g} s",)
+        return (f"does not end: a few short messages took it more than {LONGEST_S:g} s",)
     if isinstance(results[0], Exception):
         raise results[0]
     return results[0]

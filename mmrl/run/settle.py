@@ -164,7 +164,10 @@ def config_changes(stored: Mapping[str, object], current: Mapping[str, object]) 
     return {
         path: (stored_values.get(path, "absent"), current_values.get(path, "absent"))
         for path in dict.fromkeys([*current_values, *stored_values])
-        if stored_values.get(path) != current_values.get(path) and not path.startswith("run.")
+        if stored_values.get(path) != current_values.get(path)
+        and not path.startswith("run.")
+        # null is whichever day a run begins on
+        and not (path == "model.date" and None in (stored_values.get(path), current_values.get(path)))
     }
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 from mmrl import rng
 from mmrl.engines.base import Engine, Request, Sampling
 from mmrl.errors import LengthFailure
-from mmrl.models.chat import decode_text, render_prompt
+from mmrl.models.chat import decode_text, marked, render_prompt
 from mmrl.serve.front import Answer, Backend, Finished, Running, add_dialects, until_stop
 from mmrl.serve.openai_dialect import ChatCompletions, Completions
 from mmrl.serve.protocol import ChatRequest, CompletionRequest, Refused, SamplingRequest, error_object
@@ -124,15 +124,10 @@ class _Policy(Backend):
         return Request(prompt_ids=tuple(ids), sampling=sampling, module=self.served.models[parsed.model])
 
     async def _chat(self, parsed: ChatRequest) -> Sequence[int]:
-        from jinja2 import TemplateError
-
         messages = parsed.conversation()
         self._refuse_endless(sum(len(message["content"]) for message in messages))
-        try:
-            # A long conversation takes a while to encode, in which no other request's token could be sent.
-            return await self._in_thread(lambda: render_prompt(self.served.tokenizer, messages))
-        except TemplateError as error:
-            raise Refused(400, f"messages: the model's chat template refuses them: {error}", "messages") from None
+        # A long conversation takes a while to encode, in which no other request's token could be sent.
+        return await self._in_thread(lambda: render_prompt(self.served.tokenizer, messages))
 
     async def _encode_prompt(self, prompt: str | list[int] | list[str]) -> Sequence[int]:
         # OpenAI's clients send one text as a list of one as often as they send it bare.
@@ -199,9 +194,13 @@ class _Running(Running):
         held = max((len(stop) for stop in self._stops), default=1) - 1
         ids: list[int] = []
         # Text is decoded from a token before the new ones on: some tokenizers drop a space at the left edge.
-        context, decoded, text, sent = 0, 0, "", 0
+        context, decoded, text, sent, parts = 0, 0, "", 0, False
         while (token := await self._new.get()) is not None:
             ids.append(token)
+            # What is text so far may be thoughts: the rest is sent when it is complete.
+            parts = parts or marked(self._tokenizer, [token])
+            if parts:
+                continue
             before = decode_text(self._tokenizer, ids[context:decoded])
             after = decode_text(self._tokenizer, ids[context:])
             if len(after) <= len(before) or after.endswith("\ufffd"):  # half of a character

@@ -25,7 +25,7 @@ from mmrl.run.settle import run_folder
 from mmrl.sets.found import found_set
 from mmrl.sets.page import SetPage, redraw
 from mmrl.sets.plan import Compose, Planner
-from mmrl.sets.queue import RunQueue, SetRun, State, state_of
+from mmrl.sets.queue import RunQueue, SetRun, State, day_of, state_of
 from mmrl.sets.words import read_file
 from mmrl.system.conf import later_wins
 from mmrl.system.files import JsonObject, atomic_write, read_yaml
@@ -120,7 +120,8 @@ def go_on(folder: Path, compose: Compose, command: Sequence[str] = (), *, in_pro
 
     if in_process:
         for run in plan.queue:
-            run.code = 0 if state_of(run.path) == "finished" else _in_this_process(run, command)
+            day = day_of(each.path for each in plan.queue)
+            run.code = 0 if state_of(run.path) == "finished" else _in_this_process(run, day, command)
             if run.code:
                 break
             ended()
@@ -140,12 +141,15 @@ def go_on(folder: Path, compose: Compose, command: Sequence[str] = (), *, in_pro
     return code
 
 
-def _in_this_process(run: SetRun, command: Sequence[str]) -> int:
+def _in_this_process(run: SetRun, day: str, command: Sequence[str]) -> int:
     if state_of(run.path) == "unfinished":
         return session.resume(run.path)
     assert isinstance(run.config, StageConfig)
     start = StartConfig(run=str(run.after.path)) if run.after is not None else None
-    return session.begin(run.config.model_copy(update={"start": start}).in_folder(str(run.path)), command)
+    model = run.config.model.model_copy(update={"date": run.config.model.date or day})
+    return session.begin(
+        run.config.model_copy(update={"start": start, "model": model}).in_folder(str(run.path)), command
+    )
 
 
 def state_of_chain(folder: Path) -> State:

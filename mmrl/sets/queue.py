@@ -13,16 +13,17 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Literal, Self
 
 import numpy as np
 
 from mmrl.config import EvalCommandConfig, StageConfig
-from mmrl.config.base import path_override
+from mmrl.config.base import path_override, value_at
 from mmrl.errors import ConfigError, MmrlError
 from mmrl.models.policy import complete_checkpoints
 from mmrl.report.rundir import RunDir, holds_only_leftovers, is_run
@@ -142,6 +143,13 @@ def by_cell(runs: Sequence[SetRun]) -> dict[tuple[Command, str, str], list[SetRu
     return cells
 
 
+def day_of(folders: Iterable[Path]) -> str:
+    """Return the day that chat templates write in runs of a set: that of the first that has begun, or today."""
+    began = [RunDir.read(folder).config for folder in folders if (folder / "config.yaml").is_file()]
+    days = [str(day) for config in began if (day := value_at(config, "model.date"))]
+    return min(days, default=date.today().isoformat())
+
+
 @dataclass
 class RunQueue:
     """Queue of child processes, `at_once` of them at a time."""
@@ -204,6 +212,10 @@ class RunQueue:
         if state == "unfinished":
             command.append(f"resume={run.path}")
         else:
+            # An evaluation asks on the day of its policy.
+            if run.config.model.date is None and (run.command == "train" or run.after is None):
+                of_its_set = run.chain if run.after is not None else self.runs
+                words.append(f"model.date={day_of(one.path for one in of_its_set)}")
             command += [*(("--config-dir", self.config_dir) if self.config_dir else ()), *words]
         run.path.parent.mkdir(parents=True, exist_ok=True)
         # Runs side by side would otherwise each take all CPUs and wait for one another.

@@ -22,7 +22,7 @@ from mmrl.run.settle import config_changes, run_folder
 from mmrl.sets.chain import begin, differs, resume, state_of_chain
 from mmrl.sets.found import found_set
 from mmrl.sets.page import learning_part
-from mmrl.sets.queue import State, state_of
+from mmrl.sets.queue import State, day_of, state_of
 from mmrl.system.files import JsonObject
 from mmrl.system.processes import launched
 
@@ -67,12 +67,13 @@ def sweep(
         with gathered(problems):
             job_state(Path(folder), config)
     refuse(dict.fromkeys(problems))
+    day = day_of(Path(folder) for folder in folders)
     Path("outputs").mkdir(exist_ok=True)
     # A launcher may run jobs in processes on other machines (submitit), so what comes of them comes back as files.
     with TemporaryDirectory(dir="outputs", prefix=".sweep-") as scratch:
         results = Path(scratch).absolute()
         try:
-            drive(partial(_sweep_job, results, tuple(command), None if searched else len(configs)))
+            drive(partial(_sweep_job, results, tuple(command), None if searched else len(configs), day))
         except ValueError as error:
             # Optuna's sweeper asks for the best trial at its end; where all have failed there is none. A launcher that
             # cannot start leaves no result.
@@ -109,7 +110,7 @@ def _show(folders: Sequence[Path]) -> None:
         print(f"the runs are not shown side by side: {error}", file=sys.stderr)
 
 
-def _sweep_job(results: Path, command: Sequence[str], jobs: int | None, build: Build) -> float | None:
+def _sweep_job(results: Path, command: Sequence[str], jobs: int | None, day: str, build: Build) -> float | None:
     """Run a job of a sweep, in this process or in one that a launcher has started. Returns its main metric."""
     folder, created = "", False
     try:
@@ -122,6 +123,9 @@ def _sweep_job(results: Path, command: Sequence[str], jobs: int | None, build: B
         elif launched() is None:  # else the main process of several makes it
             folder = run_folder(None, config.task.name, config.algo.name, suffix=f"_s{config.seed}")
             config, created = config.in_folder(folder), True
+        # A chain's runs share a day among themselves.
+        if not isinstance(config, StagedCommandConfig) and config.model.date is None:
+            config = config.model_copy(update={"model": config.model.model_copy(update={"date": day})})
         if state == "finished":
             print(f"finished before, kept: {folder}")
             code = 0

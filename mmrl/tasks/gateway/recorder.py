@@ -130,7 +130,7 @@ class Recorder:
         # Replies beyond the demonstrations of the first request, in a context that extends none: a compaction, a drift.
         replies_in = sum(message["role"] == "assistant" for message in messages)
         rewritten = before is None and replies_in > self._shots.setdefault(module, replies_in)
-        added = messages if before is None else messages[len(before.messages) :]
+        added = messages if before is None else _named(before.messages[-1], messages[len(before.messages) :])
         choices = [
             self._call(parsed, module, added, before, tools, {"rewritten_history": float(rewritten)})
             for _ in range(parsed.n)
@@ -193,8 +193,6 @@ class Recorder:
         tools: Sequence[Message],
         facts: Mapping[str, float],
     ) -> Reply:
-        from jinja2 import TemplateError
-
         try:
             return await self._ctx.call(
                 module,
@@ -209,8 +207,6 @@ class Recorder:
         except ParseFailure as failure:
             # The agent reads what the model wrote; where it fails over that, the model is to blame.
             return failure.reply
-        except TemplateError as error:
-            raise Refused(400, f"messages: the model's chat template refuses them: {error}", "messages") from None
 
     def _answer(self, parsed: RecordedRequest, reply: Reply, name: str) -> Answer:
         message: Mapping[str, Any] = reply.parsed if isinstance(reply.parsed, Mapping) else {"content": reply.text}
@@ -260,6 +256,17 @@ def _as_sent_back(answer: Answer) -> Message:
             for call in answer.tool_calls
         ]
     return message
+
+
+def _named(reply: Message, added: Sequence[Message]) -> Sequence[Message]:
+    """Return what follows a reply, with the name of its function in each tool result: some templates write it."""
+    names = {call["id"]: call["function"]["name"] for call in reply.get("tool_calls", ())}
+    return [
+        {**message, "name": names[message["tool_call_id"]]}
+        if message["role"] == "tool" and "name" not in message and message.get("tool_call_id") in names
+        else message
+        for message in added
+    ]
 
 
 def _checked(parsed: RecordedRequest, value: Any) -> Any:
