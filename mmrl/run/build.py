@@ -18,7 +18,6 @@ from mmrl.algorithms import ALGORITHMS
 from mmrl.algorithms.checks import TURN_SETS
 from mmrl.config import (
     HardwareConfig,
-    ModelConfig,
     PromptCommandConfig,
     RootConfig,
     SftCommandConfig,
