@@ -30,7 +30,7 @@ class LoraConfig(Section):
     targets: tuple[str, ...] = Field(
         ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "gate_proj"),
         min_length=1,
-        description="linear layers that get an adapter; [all-linear]: every one but the head",
+        description="linear layers and experts that get an adapter; [all-linear]: all but head and routers",
     )
 
     @field_validator("targets")
@@ -42,7 +42,7 @@ class LoraConfig(Section):
 
     @property
     def everywhere(self) -> bool:
-        """True if every linear layer but the head gets an adapter."""
+        """True if every linear layer and expert but the head and routers gets an adapter."""
         return self.targets == (ALL_LINEAR,)
 
 

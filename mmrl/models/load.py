@@ -21,7 +21,14 @@ from mmrl.models.fetched import PACKAGES, of_hub_id
 from mmrl.models.headers import saved_weights
 from mmrl.models.hub import hub_answers, weights_problems
 from mmrl.models.policy import Policy
-from mmrl.models.prepare import choose_attention, keep_still, refuse_config, switch_noise_off
+from mmrl.models.prepare import (
+    choose_attention,
+    computed_back,
+    keep_still,
+    quantised_by,
+    refuse_config,
+    switch_noise_off,
+)
 from mmrl.models.report import judge, quantised, quiet, saved_inside, without_wrapper
 from mmrl.system.files import user_path
 
@@ -87,7 +94,8 @@ def load_model(model: ModelConfig, device: str | torch.device) -> PreTrainedMode
 
     # The config first: the model's loader queries the hub for an adapter even with local_files_only.
     config, _, attention = _prepared(model)
-    options = {"config": config, "dtype": _dtype(model, torch.device(device)), "attn_implementation": attention}
+    dtype, plain = _dtype(model, torch.device(device)), computed_back(config)
+    options = {"config": config, "dtype": dtype, "attn_implementation": attention, **plain}
     with quiet():
         result: Any = _loaded(
             model, "model", AutoModelForCausalLM, output_loading_info=True, ignore_mismatched_sizes=True, **options
@@ -96,6 +104,8 @@ def load_model(model: ModelConfig, device: str | torch.device) -> PreTrainedMode
     if problem := judge(result[1], loaded)[0]:
         raise ConfigError(f"model.path: {_cannot(model, 'weights')}: {problem}")
     keep_still(loaded)
+    if plain:  # by their own conversion, which knows of no other type
+        loaded.to(dtype)  # type: ignore[arg-type]  # see below
     loaded.to(torch.device(device))  # type: ignore[arg-type]  # transformers wraps `to` without its signature
     if model.matmul == "onednn":
         from mmrl.models.linear import use_onednn
@@ -116,6 +126,7 @@ def skeleton(model: ModelConfig) -> tuple[PreTrainedModel, str]:
     import torch
 
     config, kind, attention = _prepared(model)
+    plain = computed_back(config)
     with _refusing(model, "weights"), in_front(f"model.path: {_cannot(model, 'weights')}: "):
         weights = saved_weights(_finder(model), getattr(config, "transformers_weights", None))
 
@@ -130,6 +141,7 @@ def skeleton(model: ModelConfig) -> tuple[PreTrainedModel, str]:
                 device_map={"": "meta"},
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
+                **plain,
                 **NO_CODE,
             )
         return loaded, judge(report, loaded)
@@ -139,7 +151,7 @@ def skeleton(model: ModelConfig) -> tuple[PreTrainedModel, str]:
         part, unwrapped = without_wrapper(weights)
         if part and not load(unwrapped)[1][0]:
             problem = saved_inside(part)
-    problem = problem or quantised(weights, loaded)
+    problem = problem or quantised(weights, loaded, scaled=bool(plain))
     if problem:
         raise ConfigError(f"model.path: {_cannot(model, 'weights')}: {problem}")
     return loaded, f"model.path: {note} ('{model.path}')" if note else ""
@@ -235,7 +247,9 @@ def _prepared(model: ModelConfig) -> tuple[PreTrainedConfig, Any, str]:
     kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
     # As the loader of all classes does it, for a model of several kinds of input of which this is the text's part.
     if kind.config_class is config.sub_configs.get("text_config"):
-        config = config.get_text_config()
+        whole, config = config, config.get_text_config()
+        if quantised_by(whole):
+            config.quantization_config = whole.quantization_config
     switch_noise_off(config)
     return config, kind, choose_attention(config, kind, model)
 
@@ -306,6 +320,8 @@ def _cannot(model: ModelConfig, part: str) -> str:
 
 def _unloadable(model: ModelConfig, part: str, error: Exception) -> str:
     reason = reason_of(error)
+    if "automatic conversion of the weights" in reason:
+        reason = "some of those that are held together, such as the experts', are missing or of other sizes"
     if Path(model_path(model)).is_dir():
         file = Path(model_path(model)) / "config.json"
         if isinstance(error, TypeError | LookupError | ArithmeticError | AttributeError):

@@ -34,6 +34,25 @@ ALWAYS_CAUSAL = ("gpt_neox", "gpt_neox_japanese")
 """Models that pass over `is_decoder`."""
 
 
+COMPUTED_BACK = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
+"""Kinds of quantised weights that are plain numbers again once they are loaded, and transformers' class of each."""
+
+
+def quantised_by(config: PreTrainedConfig) -> str:
+    """Return the method by which a model's weights are quantised, and how far; empty for plain weights."""
+    found: Mapping[str, object] = getattr(config, "quantization_config", None) or {}
+    bits = found.get("bits") or (4 if found.get("load_in_4bit") else None)
+    return f"{found.get('quant_method', '')}{f', {bits} bits' if bits else ''}"
+
+
+def computed_back(config: PreTrainedConfig) -> dict[str, object]:
+    """Return the option with which transformers loads quantised weights as plain ones; none for plain ones."""
+    import transformers
+
+    name = COMPUTED_BACK.get(quantised_by(config))
+    return {} if name is None else {"quantization_config": getattr(transformers, name)(dequantize=True)}
+
+
 def refuse_config(config: PreTrainedConfig, path: str) -> None:
     """Refuse what a config alone shows to be no causal language model, or none that can be trained.
 
@@ -43,14 +62,10 @@ def refuse_config(config: PreTrainedConfig, path: str) -> None:
     from transformers import AutoModelForCausalLM
 
     kind = f"model.path: '{path}' is a model of the kind {config.model_type}"
-    if quantised := getattr(config, "quantization_config", None):
-        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised.quant_method
-        bits = (
-            quantised.get("bits") or (quantised.get("load_in_4bit") and 4) if isinstance(quantised, Mapping) else None
-        )
+    if (method := quantised_by(config)) and method not in COMPUTED_BACK:
         raise ConfigError(
-            f"model.path: the weights of '{path}' are quantised ({method}{f', {bits} bits' if bits else ''}), and mmrl "
-            "trains and samples in bfloat16 or float32; take the model that they were made from"
+            f"model.path: the weights of '{path}' are quantised ({method}), and mmrl trains and samples in bfloat16 or "
+            f"float32; expected the model that they were made from, or one of {', '.join(COMPUTED_BACK)}"
         )
     if config.is_encoder_decoder:
         raise ConfigError(f"{kind}, an encoder with a decoder; expected a causal language model")

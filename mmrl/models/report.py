@@ -95,11 +95,12 @@ def saved_inside(part: str) -> str:
     return f"they were saved inside the wrapper of {WRAPPERS[part]}, with '{name}' in their names; save {instead}"
 
 
-def quantised(weights: Mapping[str, Tensor], model: PreTrainedModel) -> str:
+def quantised(weights: Mapping[str, Tensor], model: PreTrainedModel, scaled: bool) -> str:
     """Return the sentence for weights of a few bits, which a model would read as numbers; empty without any.
 
     Args:
         weights: those of the files, by name.
+        scaled: those with a scale beside them are computed back.
     """
     own, prefix = dict(model.named_parameters()), f"{model.base_model_prefix}."
     names = [
@@ -107,11 +108,13 @@ def quantised(weights: Mapping[str, Tensor], model: PreTrainedModel) -> str:
         for name, weight in weights.items()
         if (weight.dtype.itemsize == 1 or not weight.dtype.is_floating_point)
         and any(known in own for known in (name, prefix + name, name.removeprefix(prefix)))
+        and not (scaled and any(f"{name}_{scale}" in weights for scale in ("scale_inv", "scale")))
     ]
     if not names:
         return ""
     kind = str(weights[names[0]].dtype).removeprefix("torch.")
-    return f"{_named(names, 'weight')} {_are(names)} quantised ({kind}); take the model that they were made from"
+    fault = "without a scale" if scaled else "and config.json says nothing of it"
+    return f"{_named(names, 'weight')} {_are(names)} quantised ({kind}) {fault}; take the original"
 
 
 def _pattern(name: str) -> str:

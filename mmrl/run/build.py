@@ -18,7 +18,6 @@ from mmrl.algorithms import ALGORITHMS
 from mmrl.algorithms.checks import TURN_SETS
 from mmrl.config import (
     HardwareConfig,
-    ModelConfig,
     PromptCommandConfig,
     RootConfig,
     SftCommandConfig,
@@ -126,39 +125,57 @@ def check_model(config: StageConfig) -> None:
     from mmrl.models.load import load_tokenizer, skeleton
 
     model, warnings = config.model, []
-    load_tokenizer(model)
+    tokenizer = load_tokenizer(model)
     if isinstance(config, WeightsConfig) or needs_model(config.engine.name):
         empty, note = skeleton(model)
+        _refuse_context(tokenizer, empty, config)
         warnings.append(note)
         if model.lora is not None and (left_out := targets_of(empty, model.lora).warning):
             warnings.append(f"model.lora.targets: {left_out}")
     for teacher in separate_teachers(config.algo):
         if (policy := teacher_policy(teacher)) is not None:
-            warnings.append(check_policy(policy, model, f"algo.teachers.{teacher.name}.policy"))
+            warnings.append(check_policy(policy, config, f"algo.teachers.{teacher.name}.policy"))
     for warning in filter(None, warnings):
         print(f"warning: {warning}", file=sys.stderr)
 
 
-def check_policy(policy: Policy, model: ModelConfig, key: str = "policy") -> str:
+def check_policy(policy: Policy, config: RootConfig, key: str = "policy") -> str:
     """Find a policy whose weights or adapters cannot be had. Returns what is left out of its files, in words.
 
     Args:
-        model: as `load_policy`.
+        config: with the `model` section of `load_policy`.
         key: what the user typed it after.
 
     Raises:
         ConfigError: it cannot be used.
     """
-    from mmrl.models.load import skeleton, with_adapters
+    from mmrl.models.load import load_tokenizer, skeleton, with_adapters
 
-    own = re.compile(r"(model\.path|policy)(?=: )")
+    own, model = re.compile(r"(model\.path|policy)(?=: )"), config.model.model_copy(update={"path": policy.base})
     try:
-        empty, note = skeleton(model.model_copy(update={"path": policy.base}))
+        empty, note = skeleton(model)
+        _refuse_context(load_tokenizer(model), empty, config)
         if policy.folders:
             with_adapters(empty, policy.folders)
     except ConfigError as error:
         raise ConfigError(own.sub(key, problem, count=1) for problem in error.problems) from None
     return own.sub(key, note, count=1)
+
+
+def _refuse_context(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, config: RootConfig) -> None:
+    """Refuse a context in which no prompt fits: every rollout would fail, and score 0."""
+    from mmrl.engines.embedded.batch_rows import context_limit
+    from mmrl.models.chat import render_prompt
+
+    least = len(render_prompt(tokenizer, [{"role": "user", "content": "?"}]))
+    own = context_limit(model.config.get_text_config())
+    limit = context_limit(model.config.get_text_config(), config.task.max_context)
+    if limit is not None and least >= limit:
+        key = "task.max_context" if limit != own else f"model.path: max_position_embeddings of '{config.model.path}'"
+        raise ConfigError(
+            f"{key}: got {limit}, in which no prompt fits: the chat template writes {least} tokens around a single "
+            "character"
+        )
 
 
 RECORD = "run"

@@ -40,7 +40,7 @@ def evaluate_policy(config: EvalCommandConfig, command: Sequence[str]) -> int:
     """Run `mmrl eval`: evaluate a policy on a task's split; per-item results are stored, so a stopped one continues."""
     folder = run_folder(config.run.dir, config.task.name, "eval")
     config = settle(config.in_folder(folder))
-    if needs_model(config.engine.name) and (note := check_policy(served(config), config.model)):
+    if needs_model(config.engine.name) and (note := check_policy(served(config), config)):
         print(f"warning: {note}", file=sys.stderr)
     with RunDir.create(folder, config.model_dump(mode="json"), command) as rundir:
         return _evaluate(config, rundir)

@@ -18,6 +18,7 @@ from transformers import (
     BertConfig,
     CLIPConfig,
     GPTNeoXConfig,
+    GptOssConfig,
     LlamaConfig,
     MixtralConfig,
     PreTrainedConfig,
@@ -150,7 +151,7 @@ FAULTS: dict[str, tuple[Change, str]] = {
     "activation": (config(hidden_act="foo"), r"hidden_act is 'foo', which this transformers does not have"),
     "4 bits": (config(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}), "bytes, 4 bits"),
     "gptq": (config(quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 8}), r"\(gptq, 4 bits\)"),
-    "fp8": (config(quantization_config={"quant_method": "fp8"}), r"are quantised \(fp8\)"),
+    "awq": (config(quantization_config={"quant_method": "awq", "bits": 4}), r"are quantised \(awq, 4 bits\)"),
 }
 ALONE = {"integers"}
 """Faults of which the loading itself knows nothing."""
@@ -237,6 +238,61 @@ def test_experts_that_are_not_there_are_missed(part: str, tmp_path: Path) -> Non
     model = make(tmp_path, made)
     without(part)(tmp_path)
     refusals(model)
+
+
+def as_float8(found: dict[str, torch.Tensor], size: int = 8) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Quantise projections in blocks; returns what is written, and the numbers that it stands for."""
+    written, numbers = dict(found), dict(found)
+    for name, weight in found.items():
+        if name.endswith("proj.weight"):
+            blocks = weight.reshape(weight.shape[0] // size, size, weight.shape[1] // size, size)
+            scale = blocks.abs().amax((1, 3), keepdim=True) / 448
+            eight = (blocks / scale).to(torch.float8_e4m3fn)
+            written |= {name: eight.reshape(weight.shape), f"{name}_scale_inv": scale[:, 0, :, 0]}
+            numbers[name] = (eight.float() * scale).reshape(weight.shape)
+    return written, numbers
+
+
+def test_float8_weights_are_computed_back(tmp_path: Path) -> None:
+    model = make(tmp_path)
+    numbers = as_float8(load_file(tmp_path / "model.safetensors"))[1]
+    weights(lambda found: as_float8(found)[0])(tmp_path)
+    config(quantization_config={"quant_method": "fp8", "weight_block_size": [8, 8]})(tmp_path)
+    assert skeleton(model)[1] == ""
+    loaded = load_model(model, "cpu")
+    assert all(torch.equal(p, numbers[name]) for name, p in loaded.named_parameters())
+    assert getattr(loaded.config, "quantization_config", None) is None
+    without("q_proj.weight_scale_inv")(tmp_path)
+    with pytest.raises(ConfigError, match=r"2 weights .* are quantised \(float8_e4m3fn\) without a scale"):
+        skeleton(model)
+
+
+def test_four_bits_of_gpt_oss_are_computed_back(tmp_path: Path) -> None:
+    """Two numbers of four bits in a byte, the low half first, and a power of 2 for each 32 of them."""
+    sizes = {**SIZES, "hidden_size": 32, "intermediate_size": 32, "num_local_experts": 2, "num_experts_per_tok": 1}
+    model = make(tmp_path, GptOssConfig(**sizes, head_dim=16))
+    blocks = torch.randint(0, 256, (2, 64, 1, 16), dtype=torch.uint8)
+    scales = torch.randint(118, 124, (2, 64, 1), dtype=torch.uint8)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+
+    def change(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        for expert in [key for key in found if key.endswith(("gate_up_proj", "down_proj"))]:
+            rows = found.pop(expert).shape[2]
+            found |= {f"{expert}_blocks": blocks[:, :rows].clone(), f"{expert}_scales": scales[:, :rows].clone()}
+        return found
+
+    weights(change)(tmp_path)
+    config(quantization_config={"quant_method": "mxfp4"})(tmp_path)
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    table = torch.cat([values, -values])
+    pairs = torch.stack([table[(blocks & 15).long()], table[(blocks >> 4).long()]], -1).flatten(-2)  # (2, 64, 1, 32)
+    expected = (pairs * 2.0 ** (scales.float() - 127)[..., None]).flatten(-2).transpose(1, 2)
+    assert skeleton(model)[1] == ""
+    loaded = load_model(model, "cpu")
+    assert torch.equal(loaded.get_parameter(name), expected)
+    assert {p.dtype for p in loaded.parameters()} == {torch.float32}
+    without("0.mlp.experts.down_proj_scales")(tmp_path)
+    assert all("are missing or of other sizes" in said for said in refusals(model))
 
 
 def test_towers_are_left_out_with_a_word(tmp_path: Path) -> None:
