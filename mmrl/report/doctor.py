@@ -120,7 +120,8 @@ def find(played: Played) -> list[Finding]:
         explained.add("gold_not_found")
     findings = []
     for name in sorted(names - explained):
-        same_name = [alarm for alarm in raised if alarm.name == name]
+        # By key: a rule of the doctor's own comes after that of a run.
+        same_name = list({alarm.key: alarm for alarm in raised if alarm.name == name}.values())
         module_alarms = [alarm for alarm in same_name if alarm.key.startswith("module/")]
         for alarm in module_alarms or same_name[:1]:
             message = alarm.message + _sample(alarm, played)
