@@ -71,6 +71,16 @@ def located(where: str) -> Iterator[None]:
     refuse(problems)
 
 
+def reason_of(error: BaseException) -> str:
+    """Return the first line of another library's error, printable; with its type where the text alone is too little."""
+    first, *rest = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    # What follows a colon is the reason itself.
+    line = f"{first} {rest[0]}" if rest and first.endswith(":") else first
+    line = "".join(letter if letter.isprintable() else "?" for letter in line)
+    # A KeyError is a name alone.
+    return line if " " in line else f"{type(error).__name__} {line}".strip()
+
+
 class DataError(ConfigError):
     """A data file, corpus or forest file is missing or malformed; names file and line or record id."""
 

@@ -121,7 +121,7 @@ class MMRL(Teleprompter):
                 raise ConfigError("hardware.processes: objects of this process are not in others; see docs/python.md")
             check_all([config], line.keys)
             # Before a folder is made: a model that cannot be had must leave none behind.
-            check_model(config.model)
+            check_model(config)
             # The folder is known here, since the program that is returned names it.
             folder = run_folder(config.run.dir, config.task.name, config.algo.name, suffix=f"_s{config.seed}")
             _refuse_failure(begin(config.in_folder(folder), ["mmrl", "train", *words], in_process=True), folder)

@@ -422,9 +422,10 @@ def plan(context: typer.Context, as_json: JsonFlag = False) -> None:
 
 @app.command(context_settings=SETTINGS, options_metavar="[KEY=VALUE ...] [examples=N]")
 def doctor(context: typer.Context, as_json: JsonFlag = False) -> int:
-    """Say what is wrong with this machine, or with a run before it trains, with the setting to change.
+    """Say what is wrong with this machine, a model, or a run before it trains, with the setting to change.
 
-    Without keys: devices, memory, disk, versions, vLLM, hub, keys (named, never shown). With keys of a run: plays a
+    Without keys: devices, memory, disk, versions, vLLM, hub, keys (named, never shown). With keys of model, engine and
+    hardware alone: how that model is computed, adapted and asked, and how exactly. With other keys of a run: plays a
     few examples with its model, program and reward. Exit code 1 where nothing can be trained, or training would be
     useless.
 
@@ -436,6 +437,7 @@ def doctor(context: typer.Context, as_json: JsonFlag = False) -> int:
     \b
     Examples:
       mmrl doctor
+      mmrl doctor model=hf model.path=FOLDER
       mmrl doctor task=hotpotqa algo=mhgpo_rr examples=4
       mmrl doctor task=dspy task.program=mine:Answerer task.metric=mine:metric --json
     """
@@ -452,6 +454,11 @@ def doctor(context: typer.Context, as_json: JsonFlag = False) -> int:
     from mmrl.run.check import check_all
 
     check_all([config.in_folder(None)], line.keys)
+    if all(key.partition(".")[0] in ("model", "engine", "hardware") for key in (*line.keys, *line.command_keys)):
+        from mmrl.run.model_doctor import examine_model
+
+        examine_model(cast("TrainCommandConfig", config), as_json=as_json)
+        return 0
     # only now: it loads what draws and counts, and a typing mistake need not wait
     from mmrl.run.doctor import DoctorArguments
     from mmrl.run.doctor import doctor as examine

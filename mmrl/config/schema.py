@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import date
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationInfo, field_validator
@@ -55,6 +56,14 @@ class ModuleWeights(Section):
     frozen: bool = Field(False, description="out of the loss; the adapter stays as it starts: the base replies")
 
 
+def _iso_date(value: object) -> object:
+    """Convert a date, which YAML makes of one that has no quotes."""
+    try:
+        return date.fromisoformat(str(value)).isoformat()
+    except ValueError:
+        raise ValueError(f"got {str(value)!r:.60}, expected a date such as 2026-11-28") from None
+
+
 class ModelConfig(Section):
     """The policy's weights."""
 
@@ -67,6 +76,9 @@ class ModelConfig(Section):
     matmul: Literal["torch", "onednn"] = Field(
         "torch", description="products of float32 on a CPU; onednn: about twice as fast on AMD's, other last digits"
     )
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = Field(
+        "auto", description="auto: sdpa; eager where the model has none, or caps its attention's logits"
+    )
     lora: LoraConfig | None = Field(None, description="null: all parameters are trained")
     modules: dict[str, ModuleWeights] | None = Field(
         None,
@@ -77,6 +89,12 @@ class ModelConfig(Section):
         None, description="a Jinja file, or `plain` (base models); null: the tokenizer's own"
     )
     thinking: bool = Field(False, description="the chat template's thinking mode, where it has one")
+    date: Annotated[str, BeforeValidator(_iso_date)] | None = Field(
+        None, description="the day that chat templates write into prompts; null: that of the start, stored in the run"
+    )
+    selfcheck: bool = Field(
+        True, description="compare the ways in which the run computes log-probabilities with the model's plain forward"
+    )
 
 
 class RayConfig(Section):

@@ -17,7 +17,7 @@ from mmrl.config.engines import OpenAIConfig
 from mmrl.engines.base import BusyClock, Completion, Engine, Request, total_usage
 from mmrl.engines.openai import OpenAIChat
 from mmrl.errors import ConfigError, EngineFailure
-from mmrl.models.chat import encode_text
+from mmrl.models.chat import encode_text, end_of_turn
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,7 +74,7 @@ class EndpointEngine(Engine):
         # Not the ids that the endpoint sampled: they serve counting and prompts of later turns, never the loss.
         ids = tuple(encode_text(self.tokenizer, text))
         if finish == "eos" or not ids:
-            ids += (self.tokenizer.eos_token_id,)
+            ids += (end_of_turn(self.tokenizer),)
         return Completion(ids=ids, logprobs=None, finish=finish, policy_version=self.policy_version)
 
     def endpoint_usage(self) -> dict[str, float]:

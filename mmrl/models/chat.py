@@ -8,26 +8,23 @@ from __future__ import annotations
 
 import json
 import re
-import time
-from collections.abc import Iterable, Mapping, Sequence
+import secrets
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
+from mmrl.errors import RequestFailure
+from mmrl.models.encode import Encoder
+from mmrl.models.template import Messages, Template, Tools
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Messages = Sequence[Mapping[str, Any]]
-Tools = Sequence[Mapping[str, Any]]
-"""Descriptions of functions as OpenAI's protocol and chat templates have them."""
 _Turn = tuple[str, str, str]
 """Role, content, and as JSON what else a message has: the tool calls of a reply, the id that a result belongs to."""
 
-_TURN = "the turn before"
-"""Stands for a completion of whose turn only the end is rendered."""
-_PROBE = "what a system message says"
 _THOUGHTS = ("<think>", "</think>")
-_SPENT = [0.0]
 RECENT = 1024
 """Prompts whose ids are remembered: those of a step; 40 kB each at a thousand tokens."""
 
@@ -59,27 +56,34 @@ def render_observation(
     Text in an observation that looks like a special token stays text.
     """
     # Never decoded and encoded again: the ids of the turns before are the sampled ones, whatever their text would give.
-    ids = tuple(context)
+    ids, renderer = tuple(context), _renderer(tokenizer)
     if isinstance(observation, str):
-        return (ids[:-1] if ended else ids) + tuple(encode_text(tokenizer, observation))
-    after = _renderer(tokenizer).after_turn(observation)
-    return ids + (after[1:] if ended and after[:1] == ids[-1:] else after)
+        return (ids[:-1] if ended else ids) + tuple(renderer.encoder.following([observation]))
+    after = renderer.after_turn(observation)
+    if not ended:
+        return ids + after
+    shared = renderer.overlap(ids, after)
+    # Where the conversation goes on, a template may end the turn with another token than the sampled one (gpt-oss).
+    other = not shared and after[:1] and after[0] in renderer.special
+    return (ids[:-1] if other else ids) + after[shared:]
 
 
-def takes_system_role(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return True if the chat template writes a system message; some refuse it, some leave it out without a word.
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the id that ends a turn of the model: what its template writes after a reply, else the tokenizer's own."""
+    renderer = _renderer(tokenizer)
+    ends = renderer.template.ends
+    return renderer.encoder.special[ends[0]] if ends else int(tokenizer.eos_token_id)
 
-    Raises:
-        Exception: the template's own, where it cannot write a prompt without a system message either.
-    """
-    user = {"role": "user", "content": "-"}
-    system = {"role": "system", "content": _PROBE}
-    try:
-        text = tokenizer.apply_chat_template([system, user], tokenize=False, add_generation_prompt=True)
-    except Exception:  # of Jinja, of a filter, of whatever a template calls
-        tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True)
-        return False
-    return _PROBE in str(text).lower()
+
+def template_ends(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the ids of special tokens with which the chat template ends a turn of the model; empty without one."""
+    renderer = _renderer(tokenizer)
+    return frozenset(renderer.encoder.special[token] for token in renderer.template.ends)
+
+
+def template_of(tokenizer: PreTrainedTokenizerBase) -> Template:
+    """Return the chat template as prompts are rendered with it."""
+    return _renderer(tokenizer).template
 
 
 def _merged(messages: Iterable[_Turn]) -> tuple[_Turn, ...]:
@@ -112,91 +116,123 @@ def _json(value: object) -> str:
 
 
 def decode_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    """Return the text of completion `ids` without special tokens, byte for byte as the tokens spell it."""
+    """Return the text of completion `ids` without special tokens, byte for byte as the tokens spell it.
+
+    Where special tokens mark parts of the reply (the channels of gpt-oss) and it is known how to read them, the text is
+    the reply's content alone, without thoughts and tool calls.
+    """
+    if marked(tokenizer, ids):
+        from mmrl.models.replies import content
+
+        if (text := content(tokenizer, ids)) is not None:
+            return text
     return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def marked(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> bool:
+    """Return True if special tokens mark parts of a reply."""
+    renderer = _renderer(tokenizer)
+    # Most replies have one special token, their end; no template is looked at for them.
+    return any(i in renderer.special and i != tokenizer.eos_token_id and i in renderer.marks for i in ids)
 
 
 class _Renderer:
     """Renderer for one tokenizer; remembers the ids of recent prompts, which groups repeat.
 
     A prompt is rendered to text with every special-looking piece of content masked, cut at the special tokens that
-    are then left (the template's own), unmasked, and each ordinary piece is encoded with special tokens off. A fast
-    tokenizer cuts at special tokens before anything else, so the ids are those of the whole text.
+    are then left (the template's own), unmasked, and encoded as a whole.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         # A value must not refer to its weak key, or neither would ever be freed.
         self.tokenizer = ref(tokenizer)
-        self.template: object = None
-        self.merges = False
-        """True if the template has no system role."""
+        self.encoder = Encoder(tokenizer)
         self.recent = lru_cache(RECENT)(self._render)
-        # Only tokens flagged special can end a turn or start a role; others (<think>) are a model's ordinary words.
-        self.special = {
-            added.content: (token_id, added)
-            for token_id, added in tokenizer.added_tokens_decoder.items()
-            if added.special
-        }
-        # Longest first, since one special token may begin like another.
-        longest_first = sorted(self.special, key=len, reverse=True)
-        self.pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self.special = frozenset(self.encoder.special.values())
         # Templates of reasoning models drop all of an earlier reply up to its last `</think>`. A demonstration is sent
         # as it is written, so they must not see that mark.
-        thoughts = [mark for mark in _THOUGHTS if mark not in self.special]
-        self.in_reply = re.compile("|".join(map(re.escape, [*longest_first, *thoughts])))
-        self.markers = [*longest_first, *thoughts]
+        thoughts = [mark for mark in _THOUGHTS if mark not in self.encoder.special]
+        self.in_reply = re.compile("|".join([self.encoder.pattern.pattern, *map(re.escape, thoughts)]))
+        self.markers = [*self.encoder.special, *thoughts]
         self.order = {marker: index for index, marker in enumerate(self.markers)}
 
-    def __call__(self, messages: Messages, tools: Tools = ()) -> tuple[int, ...]:
-        tokenizer = self.tokenizer()
-        assert tokenizer is not None  # the caller holds it
-        if tokenizer.chat_template != self.template:
-            self.template = tokenizer.chat_template
-            self.merges = not takes_system_role(tokenizer)
+    @property
+    def template(self) -> Template:
+        """The tokenizer's template as it is now."""
+        tokenizer = self.encoder.tokenizer
+        if self._template is None or self._template.source != tokenizer.chat_template:
+            self._template = Template(tokenizer, self.encoder.pattern)
             self.recent.cache_clear()
+        return self._template
+
+    _template: Template | None = None
+
+    @property
+    def marks(self) -> frozenset[int]:
+        """Ids of the special tokens that mark parts of a reply."""
+        return frozenset(self.encoder.special[token] for token in self.template.marks)
+
+    def __call__(self, messages: Messages, tools: Tools = ()) -> tuple[int, ...]:
+        assert self.template  # what was remembered of another one is forgotten
         return self.recent(_json(tools) if tools else "", _turns(messages))
 
     def after_turn(self, messages: Messages) -> tuple[int, ...]:
         """Return the ids that follow an assistant turn's content: its end, `messages`, the next generation prompt."""
-        turns = (("user", "-", ""), ("assistant", _TURN, ""), *_turns(messages))
-        return self._render("", turns, after=_TURN)
+        return self._render("", _turns(messages), after=True)
 
-    def _render(self, tools: str, turns: tuple[_Turn, ...], after: str | None = None) -> tuple[int, ...]:
-        tokenizer = self.tokenizer()
-        assert tokenizer is not None  # the caller holds it
+    def overlap(self, ids: Sequence[int], after: Sequence[int]) -> int:
+        """Return how many special tokens that end a turn are also the first of what its template writes after it."""
+        longest = next((n for n, i in enumerate(after) if i not in self.special), len(after))
+        return next((n for n in range(min(longest, len(ids)), 0, -1) if ids[-n:] == after[:n]), 0)
+
+    def _render(self, tools: str, turns: tuple[_Turn, ...], after: bool = False) -> tuple[int, ...]:
         # Special-looking pieces of content become <mask><number><mask>, with a private-use character that no template
-        # writes and no tokenizer knows, so that every special token in the rendered text is one of the template's own.
+        # writes, so that every special token in the rendered text is one of the template's own.
         written = set("".join([tools, *(part for _, content, extra in turns for part in (content, extra))]))
-        mask = next(chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in written)
+        unused = (chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in written)
+        # Whoever writes them all cannot guess this one.
+        mask = next(unused, None) or secrets.token_hex(16)
 
         def masked(text: str, role: str = "") -> str:
-            pattern = self.in_reply if role == "assistant" else self.pattern
+            pattern = self.in_reply if role == "assistant" else self.encoder.pattern
             return pattern.sub(lambda match: f"{mask}{self.order[match[0]]}{mask}", text)
 
+        template = self.template
         messages = [
             {**(json.loads(masked(extra, role)) if extra else {}), "role": role, "content": masked(content, role)}
-            for role, content, extra in (_merged(turns) if self.merges else turns)
+            for role, content, extra in (_merged(turns) if template.merges else turns)
         ]
-        functions = {"tools": json.loads(masked(tools))} if tools else {}
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **functions))
-        if after is not None:
-            # A template cannot render from the middle of a conversation: what comes before is rendered and cut off.
-            text = text.partition(after)[2]
-        ids: list[int] = []
-        position = 0
-        strip_left = False
-        for match in [*self.pattern.finditer(text), None]:
-            piece = text[position : match.start() if match else len(text)]
-            piece = re.sub(f"{mask}([0-9]+){mask}", lambda number: self.markers[int(number[1])], piece)
-            token = self.special[match[0]] if match else None
-            # A special token may take the white space beside it, as the tokenizer does when it reads the whole text.
-            piece = piece.lstrip() if strip_left else piece
-            piece = piece.rstrip() if token and token[1].lstrip else piece
-            ids += encode_text(tokenizer, piece) if piece else []
-            if match and token:
-                ids.append(token[0])
-                position, strip_left = match.end(), token[1].rstrip
-        return tuple(ids)
+        if template.text_arguments:
+            messages = [_with_text_arguments(message) for message in messages]
+        try:
+            if after:
+                text = template.after_reply(messages)
+            else:
+                text = template.write(messages, json.loads(masked(tools)) if tools else ())
+        except Exception as error:  # a template calls what it likes
+            raise RequestFailure(f"messages: the model's chat template refuses them: {first_line(error)}") from error
+        parts = self.encoder.parts(text)
+        for number in range(0, len(parts), 2):
+            parts[number] = re.sub(f"{mask}([0-9]+){mask}", lambda match: self.markers[int(match[1])], parts[number])
+        return tuple(self.encoder.following(parts) if after else self.encoder.encode(parts))
+
+
+def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    if not message.get("tool_calls"):
+        return message
+    functions = [(call, call["function"]) for call in message["tool_calls"]]
+    texts = [
+        {**call, "function": {**function, "arguments": _json(function["arguments"])}}
+        if not isinstance(function["arguments"], str)
+        else call
+        for call, function in functions
+    ]
+    return {**message, "tool_calls": texts}
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an exception's text, or its type where it says nothing."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _renderer(tokenizer: PreTrainedTokenizerBase) -> _Renderer:
@@ -207,21 +243,8 @@ def _renderer(tokenizer: PreTrainedTokenizerBase) -> _Renderer:
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return the ids of plain text: nothing added, and no piece of it becomes a special token."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or backend.truncation is not None or backend.padding is not None:
-        return list(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
-    started = time.perf_counter()
-    # The same library without the offsets that nobody reads here: two thirds of the time.
-    backend.encode_special_tokens = True
-    ids = list(backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
-    _SPENT[0] += time.perf_counter() - started
-    return ids
-
-
-def tokenizer_seconds() -> float:
-    """Return the seconds that this process has spent inside fast tokenizers, encoding prompts."""
-    return _SPENT[0]
+    """Return the ids of plain text that goes on after other text; no piece of it becomes a special token."""
+    return _renderer(tokenizer).encoder.following([text])
 
 
 _RENDERERS: WeakKeyDictionary[PreTrainedTokenizerBase, _Renderer] = WeakKeyDictionary()

@@ -6,16 +6,23 @@ imports torch or transformers until it is called.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from mmrl.config import ModelConfig
-from mmrl.config.base import FETCHED, SHIPPED
-from mmrl.errors import ConfigError, nearest
+from mmrl.config.base import FETCHED, SHIPPED, iter_leaves
+from mmrl.errors import ConfigError, nearest, reason_of
+from mmrl.errors import located as in_front
+from mmrl.models.adapter import with_adapters
 from mmrl.models.fetched import PACKAGES, of_hub_id
+from mmrl.models.headers import saved_weights
 from mmrl.models.hub import hub_answers, weights_problems
 from mmrl.models.policy import Policy
+from mmrl.models.prepare import choose_attention, keep_still, refuse_config, switch_noise_off
+from mmrl.models.report import judge, quantised, quiet, saved_inside, without_wrapper
 from mmrl.system.files import user_path
 
 if TYPE_CHECKING:
@@ -50,63 +57,45 @@ def located(path: str) -> str:
     return str(user_path(path))
 
 
-PLAIN = (
-    "{{ bos_token or '' }}{% for m in messages %}"
-    "{{ {'user': 'User: ', 'assistant': 'Assistant: '}.get(m.role, '') + m.content }}"
-    "{{ eos_token if m.role == 'assistant' }}{{ '\\n\\n' }}{% endfor %}"
-    "{{ 'Assistant:' if add_generation_prompt }}"
-)
-"""`model.chat_template=plain`: a transcript in plain text. A turn of the model ends with the end-of-text token."""
 NO_CODE = {"trust_remote_code": False}
 """Left out, transformers would ask at the terminal whether to run the code of a model, and wait for the answer."""
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of `model`, with the chat template and thinking mode that the config asks for.
+    """Return the tokenizer of `model`, with the chat template, thinking mode and date that the config asks for.
 
     Raises:
-        ConfigError: `model.path` cannot be loaded, or there is no chat template.
+        ConfigError: `model.path` cannot be loaded, or its chat template cannot be used.
     """
     from transformers import AutoTokenizer
 
+    from mmrl.models.tokenizer import prepare
+
     tokenizer: PreTrainedTokenizerBase = _loaded(model, "tokenizer", AutoTokenizer)
-    if model.chat_template is not None:
-        tokenizer.chat_template = PLAIN if model.chat_template == "plain" else _read_template(model.chat_template)
-    elif isinstance(tokenizer.chat_template, dict):  # one for each use
-        tokenizer.chat_template = tokenizer.chat_template.get("default")
-    if not isinstance(tokenizer.chat_template, str):
-        raise ConfigError(
-            f"model.chat_template: the tokenizer of '{model.path}' has no chat template, as base models have none; use "
-            "model.chat_template=plain, or a Jinja file"
-        )
-    if tokenizer.eos_token_id is None:
-        raise ConfigError(f"model.path: the tokenizer of '{model.path}' has no end-of-turn (eos) token")
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    tokenizer.chat_template = _with_thinking(tokenizer.chat_template, model)
-    _try_template(tokenizer, model)
+    prepare(tokenizer, model)
     return tokenizer
 
 
 def load_model(model: ModelConfig, device: str | torch.device) -> PreTrainedModel:
-    """Return the causal language model of `model` on `device`, in training shape: all dropout off, SDPA attention.
+    """Return the causal language model of `model` on `device`, in training shape: without noise in its forwards.
 
     Raises:
-        ConfigError: `model.path` cannot be loaded.
+        ConfigError: `model.path` cannot be loaded, or its files hold other weights than its config asks for.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
+    from transformers import AutoModelForCausalLM
 
-    # Its bar of loaded tensors would tear the run's own display.
-    disable_progress_bar()
     # The config first: the model's loader queries the hub for an adapter even with local_files_only.
-    config = _loaded(model, "model", AutoConfig)
-    dtype = _dtype(model, torch.device(device))
-    loaded: PreTrainedModel = _loaded(
-        model, "model", AutoModelForCausalLM, config=config, dtype=dtype, attn_implementation="sdpa"
-    )
-    _switch_dropout_off(loaded)
+    config, _, attention = _prepared(model)
+    options = {"config": config, "dtype": _dtype(model, torch.device(device)), "attn_implementation": attention}
+    with quiet():
+        result: Any = _loaded(
+            model, "model", AutoModelForCausalLM, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    loaded: PreTrainedModel = result[0]
+    if problem := judge(result[1], loaded)[0]:
+        raise ConfigError(f"model.path: {_cannot(model, 'weights')}: {problem}")
+    keep_still(loaded)
     loaded.to(torch.device(device))  # type: ignore[arg-type]  # transformers wraps `to` without its signature
     if model.matmul == "onednn":
         from mmrl.models.linear import use_onednn
@@ -115,26 +104,60 @@ def load_model(model: ModelConfig, device: str | torch.device) -> PreTrainedMode
     return loaded
 
 
+def skeleton(model: ModelConfig) -> tuple[PreTrainedModel, str]:
+    """Return the causal language model of `model` without a number in it, and what is left out of its files, in words.
+
+    On the meta device, by transformers' own loading of what the headers of its files say: what `load_model` would
+    refuse is refused here, before anything is loaded.
+
+    Raises:
+        ConfigError: as `load_model`.
+    """
+    import torch
+
+    config, kind, attention = _prepared(model)
+    with _refusing(model, "weights"), in_front(f"model.path: {_cannot(model, 'weights')}: "):
+        weights = saved_weights(_finder(model), getattr(config, "transformers_weights", None))
+
+    def load(names: Mapping[str, str]) -> tuple[PreTrainedModel, tuple[str, str]]:
+        with quiet(), _refusing(model, "weights"), torch.device("meta"):
+            loaded, report = kind.from_pretrained(
+                None,
+                config=config,
+                state_dict={names[name]: weight for name, weight in weights.items()},
+                dtype=torch.float32,
+                attn_implementation=attention,
+                device_map={"": "meta"},
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                **NO_CODE,
+            )
+        return loaded, judge(report, loaded)
+
+    loaded, (problem, note) = load({name: name for name in weights})
+    if problem:
+        part, unwrapped = without_wrapper(weights)
+        if part and not load(unwrapped)[1][0]:
+            problem = saved_inside(part)
+    problem = problem or quantised(weights, loaded)
+    if problem:
+        raise ConfigError(f"model.path: {_cannot(model, 'weights')}: {problem}")
+    return loaded, f"model.path: {note} ('{model.path}')" if note else ""
+
+
 def load_policy(
     policy: Policy, model: ModelConfig, device: str
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, ServedWeights]:
     """Load a policy's model (with adapters) and tokenizer; also the engine's arguments for weights per module.
 
     Raises:
-        ConfigError: the base cannot be loaded.
+        ConfigError: the base cannot be loaded, or an adapter does not fit it.
     """
     # The policy names the weights; dtype, chat template and thinking mode stay those of `model.*`.
     weights = model.model_copy(update={"path": policy.base})
     loaded = load_model(weights, device)
-    folders = policy.adapters or ({"default": policy.adapter} if policy.adapter is not None else {})
-    if folders:
-        from peft import PeftModel
-
-        (first, folder), *rest = folders.items()
-        wrapped = PeftModel.from_pretrained(loaded, folder, adapter_name=first)
-        for name, folder in rest:
-            wrapped.load_adapter(folder, adapter_name=name)
-        loaded = cast("PreTrainedModel", wrapped)
+    if policy.folders:
+        loaded = cast("PreTrainedModel", with_adapters(loaded, policy.folders))
     initial = None
     if policy.initial is not None:
         initial = load_model(model.model_copy(update={"path": policy.initial}), device)
@@ -166,6 +189,17 @@ STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 """RoPE kinds whose angles depend on the position alone."""
 
 
+def rope_border(config: PreTrainedConfig) -> int | None:
+    """Return the longest row whose positions are encoded as those of short rows; None where length changes nothing.
+
+    With `longrope` (Phi 3 and 4), transformers encodes all rows of a forward by the longest one of them.
+    """
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    kinds = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]  # one for each layer type
+    borders = [kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"]
+    return min(borders, default=None)
+
+
 def causal_lm(model: torch.nn.Module) -> PreTrainedModel:
     """Return the causal LM inside a peft wrapper."""
     # By the method, so that this module needs no peft.
@@ -177,6 +211,8 @@ def unknown_layers(causal: PreTrainedModel) -> str | None:
     name, config = type(causal).__name__, causal.config
     if name not in FAMILIES:
         return f"{name} is not one of {', '.join(FAMILIES)}"
+    if config._attn_implementation == "eager" or config._attn_implementation.startswith("flash"):
+        return f"its attention is '{config._attn_implementation}'"
     layer_types = getattr(config, "layer_types", None)
     if any(kind != "full_attention" for kind in layer_types or ()):
         return "some of its layers do not attend to the whole context"
@@ -186,34 +222,22 @@ def unknown_layers(causal: PreTrainedModel) -> str | None:
     return None if rope in STATIC_ROPE else f"its position encoding '{rope}' depends on the length"
 
 
-def refuse_targets(model: ModelConfig) -> None:
-    """Look for `model.lora.targets` among the model's layers, before its weights are loaded.
-
-    peft passes over a name that is not there as long as another one is.
+def _prepared(model: ModelConfig) -> tuple[PreTrainedConfig, Any, str]:
+    """Return the config that a model is built from, its class, and its attention.
 
     Raises:
-        ConfigError: a name stands for no linear layer.
+        ConfigError: no causal language model, or one that cannot be trained; an attention that it does not have.
     """
-    if model.lora is None or model.lora.everywhere:
-        return
-    import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config, _ = load_configs(model)
-    # On the meta device: names of layers without memory for a single weight.
-    with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config)
-    names = [name for name, part in skeleton.named_modules() if isinstance(part, torch.nn.Linear)]
-    # TRL's trainer has no adapter on the output head.
-    head = skeleton.get_output_embeddings()
-    names = [name for name in names if skeleton.get_submodule(name) is not head]
-    missing = [t for t in model.lora.targets if not any(name == t or name.endswith(f".{t}") for name in names)]
-    if missing:
-        available = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
-        raise ConfigError(
-            f"model.lora.targets: {model.path} has no linear layer below its output head called {', '.join(missing)}; "
-            f"expected some of {available}"
-        )
+    config: PreTrainedConfig = _loaded(model, "config", AutoConfig)
+    refuse_config(config, model.path)
+    kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    # As the loader of all classes does it, for a model of several kinds of input of which this is the text's part.
+    if kind.config_class is config.sub_configs.get("text_config"):
+        config = config.get_text_config()
+    switch_noise_off(config)
+    return config, kind, choose_attention(config, kind, model)
 
 
 def _loaded(model: ModelConfig, part: str, kind: Any, **options: object) -> Any:
@@ -223,12 +247,36 @@ def _loaded(model: ModelConfig, part: str, kind: Any, **options: object) -> Any:
         ConfigError: `model.path` cannot be loaded.
     """
     source = _source(model)
-    try:
+    with _refusing(model, part):
         return kind.from_pretrained(
             source, revision=model.revision, local_files_only=_offline(source), **NO_CODE, **options
         )
-    except (OSError, ValueError, KeyError) as error:
+
+
+@contextmanager
+def _refusing(model: ModelConfig, part: str) -> Iterator[None]:
+    """Turn whatever a loader raises into one sentence: each library and each file format has errors of its own."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
         raise ConfigError(_unloadable(model, part, error)) from error
+
+
+def _finder(model: ModelConfig) -> Callable[[str], str | None]:
+    """Return what finds a file of `model` by its name; of a hub id it is loaded from the hub."""
+    from transformers.utils import cached_file
+
+    source = _source(model)
+    # The path of none that the model does not have: it has its weights in one of several kinds of files.
+    return lambda name: cached_file(
+        source,
+        name,
+        revision=model.revision,
+        local_files_only=_offline(source),
+        _raise_exceptions_for_missing_entries=False,
+    )
 
 
 def _source(model: ModelConfig) -> str:
@@ -240,6 +288,9 @@ def _source(model: ModelConfig) -> str:
     if local and not (Path(source) / "config.json").is_file():
         fault = "has no config.json" if Path(source).is_dir() else "is no folder"
         raise ConfigError(f"model.path: '{model.path}' {fault}, expected the folder of a saved model or a hub id")
+    if local and (Path(source) / "adapter_config.json").is_file():
+        # transformers would put the adapter on top of the weights without a word.
+        raise ConfigError(f"model.path: '{model.path}' holds an adapter beside full weights, expected one of the two")
     return source
 
 
@@ -248,10 +299,18 @@ def _offline(source: str) -> bool:
     return Path(source).is_dir() or not hub_answers()
 
 
-def _unloadable(model: ModelConfig, part: str, error: Exception) -> str:
+def _cannot(model: ModelConfig, part: str) -> str:
     revision = f" at revision '{model.revision}'" if model.revision else ""
-    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    if not Path(model_path(model)).is_dir():
+    return f"cannot load the {part} of '{model.path}'{revision}"
+
+
+def _unloadable(model: ModelConfig, part: str, error: Exception) -> str:
+    reason = reason_of(error)
+    if Path(model_path(model)).is_dir():
+        file = Path(model_path(model)) / "config.json"
+        if isinstance(error, TypeError | LookupError | ArithmeticError | AttributeError):
+            reason = _unknown_value(file, error) or f"{file} has a value that none can be made of: {reason}"
+    else:
         if not hub_answers():
             reason = "no such folder, and the hub does not answer (nor is it in the local cache)"
         reason += nearest(model.path, tuple(SHIPPED))
@@ -259,37 +318,18 @@ def _unloadable(model: ModelConfig, part: str, error: Exception) -> str:
         if (package := of_hub_id(model.path)) is not None:
             advice = f"model.path={package.name} is here" if package.fetched else package.missing
             reason += f"; {advice}"
-    return f"model.path: cannot load the {part} of '{model.path}'{revision}: {reason}"
+    return f"model.path: {_cannot(model, part)}: {reason}"
 
 
-def _read_template(path: str) -> str:
-    try:
-        return user_path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"model.chat_template: cannot read '{path}': {error}") from error
-
-
-def _try_template(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> None:
-    """Refuse a template that cannot write a prompt, in its own words."""
-    from mmrl.models.chat import takes_system_role
-
-    try:
-        takes_system_role(tokenizer)
-    except Exception as error:  # a template calls what it likes
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise ConfigError(
-            f"model.chat_template: the chat template of '{model.path}' cannot write a prompt: {reason}; give another "
-            "one, a Jinja file"
-        ) from error
-
-
-def _with_thinking(template: str, model: ModelConfig) -> str:
-    """Return the template with its thinking mode fixed, so that every user of the tokenizer renders the same prompt."""
-    if "enable_thinking" in template:
-        return f"{{%- set enable_thinking = {str(model.thinking).lower()} -%}}{template}"
-    if model.thinking:
-        raise ConfigError(f"model.thinking: the chat template of '{model.path}' has no thinking mode, expected false")
-    return template
+def _unknown_value(config: Path, error: Exception) -> str | None:
+    """Return the key of a config whose value transformers has looked for in vain, in words; None for another error."""
+    if not isinstance(error, KeyError) or not error.args:
+        return None
+    with suppress(OSError, ValueError, AttributeError):
+        for path, value in iter_leaves(json.loads(config.read_text(encoding="utf-8"))):
+            if value == error.args[0] or (isinstance(value, list) and error.args[0] in value):
+                return f"{config}: {path} is '{error.args[0]}', which this transformers does not have"
+    return None
 
 
 def _dtype(model: ModelConfig, device: torch.device) -> torch.dtype:
@@ -300,19 +340,3 @@ def _dtype(model: ModelConfig, device: torch.device) -> torch.dtype:
         computes = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if computes else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[model.dtype]
-
-
-def _switch_dropout_off(model: PreTrainedModel) -> None:
-    """Switch dropout off: the loss's ratio compares log-probabilities of one policy, so forwards are deterministic."""
-    import torch
-
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        for name in ("attention_dropout", "dropout", "dropout_p"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
-    # In the config too: attention functions read it there, and a saved checkpoint is loaded the same way again.
-    for name, value in vars(model.config).items():
-        if isinstance(value, float) and (name.endswith(("dropout", "pdrop", "dropout_prob", "dropout_rate"))):
-            setattr(model.config, name, 0.0)

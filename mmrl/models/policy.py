@@ -56,6 +56,11 @@ class Policy:
     initial: str | None = None
     """Full weights that the name `INITIAL` stands for."""
 
+    @property
+    def folders(self) -> Mapping[str, str]:
+        """Name -> folder of every adapter; a shared one has peft's own name."""
+        return self.adapters or ({"default": self.adapter} if self.adapter is not None else {})
+
 
 def _name(name: str) -> str:
     if name in ("", ".", "..") or Path(name).name != name:
@@ -222,7 +227,7 @@ def model_of(text: str) -> tuple[str, dict[str, object]]:
         return fetched, {}
     section = _run_section(text, "model")
     name = section.get("name")
-    settings = {key: value for key in ("revision", "chat_template", "thinking") if (value := section.get(key))}
+    settings = {key: value for key in ("revision", "chat_template", "thinking", "date") if (value := section.get(key))}
     return "hf" if name is None else str(name), settings
 
 

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 from mmrl.config import ModelConfig
 from mmrl.config.base import SHIPPED
 from mmrl.errors import CheckpointError
-from mmrl.models.chat import render_prompt, takes_system_role
+from mmrl.models.chat import render_prompt, template_of
 from mmrl.models.load import NO_CODE, load_configs, load_policy, load_tokenizer, model_path
 from mmrl.models.policy import Policy
+from mmrl.models.template import SYSTEM_MERGED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,13 +34,6 @@ CONVERSATIONS: Sequence[Sequence[dict[str, str]]] = (
     ),
 )
 """Conversations that chat templates are compared on."""
-SYSTEM_MERGED = (
-    "{%- if messages | length > 1 and messages[0].role == 'system' and messages[1].role == 'user' -%}"
-    "{%- set first = messages[0].content + '\\n\\n' + messages[1].content -%}"
-    "{%- set messages = [{'role': 'user', 'content': first}] + messages[2:] -%}"
-    "{%- endif -%}"
-)
-"""Goes before a template without a system role: the text of a system message opens the user's turn, as in training."""
 
 
 def copy_full(checkpoint: Path, target: Path) -> None:
@@ -99,7 +93,7 @@ def write_tokenizer(checkpoint: Path, targets: Iterable[Path]) -> PreTrainedToke
     # From the checkpoint and not the base: the config's settings of the template are in it already.
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, **NO_CODE)
     # Programs send system messages, and every user of the export would have to merge them.
-    if not takes_system_role(tokenizer):
+    if template_of(tokenizer).merges:
         tokenizer.chat_template = SYSTEM_MERGED + str(tokenizer.chat_template)
     for target in targets:
         tokenizer.save_pretrained(target)
@@ -118,13 +112,14 @@ def check_template(folder: Path, model: ModelConfig) -> None:
     from transformers import AutoTokenizer
 
     trained, exported = load_tokenizer(model), AutoTokenizer.from_pretrained(folder, **NO_CODE)
+    clock = {"strftime_now": template_of(trained).arguments["strftime_now"]}
     for messages in CONVERSATIONS:
         try:
             expected = render_prompt(trained, messages)
         # A template may refuse a role or an order of roles, in any words; the exported one is the same.
         except Exception:
             continue
-        text = str(exported.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False))
+        text = str(exported.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False, **clock))
         if tuple(exported.encode(text, add_special_tokens=False)) != expected:
             raise CheckpointError(
                 f"{folder.name}: its chat template gives other token ids than in training for {messages!r}; nothing is "

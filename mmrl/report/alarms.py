@@ -35,6 +35,8 @@ ALL_FAILED = 0.95
 """Share of rollouts that failed from which on an alarm need not wait for a window of steps."""
 NEVER_VALID = 0.05
 """Share of usable completions up to which a module learns next to nothing."""
+ALL_CUT = 0.9
+"""Share of replies cut at the limit above which a module hardly ever says what it would."""
 EMPTY_SEARCHES = 0.3
 """Share of searches that bring nothing."""
 
@@ -65,11 +67,11 @@ def alarms(history: History, window: int = WINDOW, extra: Sequence[AlarmRule] = 
 
 
 CAUSES = {
-    "zero_variance": ("cut", "never_parses", "prompt_too_long", "limits"),
-    "never_parses": ("cut",),
-    "format_falling": ("cut",),
+    "zero_variance": ("replies_cut", "never_parses", "prompt_too_long", "limits"),
+    "never_parses": ("replies_cut",),
+    "format_falling": ("replies_cut",),
 }
-"""Alarm -> alarms that explain it, the first of which is its cause."""
+"""Alarm -> alarms that explain it, the first cause first."""
 
 
 def _with_causes(raised: Sequence[Alarm], history: History) -> list[Alarm]:
@@ -78,8 +80,9 @@ def _with_causes(raised: Sequence[Alarm], history: History) -> list[Alarm]:
 
     def explains(name: str, other: Alarm, alarm: Alarm) -> bool:
         end = last if alarm.until is None else alarm.until
-        cut = other.key.endswith(CUT_SHARE)
-        if name != ("cut" if cut else other.name) or not other.step <= end <= (other.until or last):
+        # Also of replies that have grown until they are cut.
+        found = "replies_cut" if other.key.endswith(CUT_SHARE) else other.name
+        if name != found or not other.step <= end <= (other.until or last):
             return False
         # What a module or turn writes is explained by its own replies alone.
         if alarm.key.startswith(MODULES) and alarm.key.rpartition("/")[0] != other.key.rpartition("/")[0]:
@@ -87,7 +90,7 @@ def _with_causes(raised: Sequence[Alarm], history: History) -> list[Alarm]:
         steps, shares = _curve(history, other.key)
         stretch = shares[(steps >= alarm.step) & (steps <= end)]
         # Where half of the rollouts fail in one way, equal rewards are put down to it.
-        return other.name == "never_parses" or bool(len(stretch) and stretch.mean() >= 0.5)
+        return name == "never_parses" or bool(len(stretch) and stretch.mean() >= 0.5)
 
     def message(alarm: Alarm) -> str:
         causes = (o.message for name in CAUSES.get(alarm.name, ()) for o in raised if explains(name, o, alarm))
@@ -163,9 +166,8 @@ def rules(history: History, window: int = WINDOW) -> tuple[AlarmRule, ...]:
         AlarmRule("format_falling", valid, _off_best(0.2)),
         AlarmRule("format_falling", faulty, _off_best(0.2, lowest=True), "faults_rising"),
         AlarmRule("length_runaway", length, _above_first(3.0), "length_growing"),
-        # From the start: what has risen is named by the next rule.
-        AlarmRule("cut", cut, _steady(at_least=0.8, within=0.3), subject="task.max_tokens", early=True),
         AlarmRule("length_runaway", cut, _risen(0.3, at_least=0.5), "cut", "task.max_tokens"),
+        AlarmRule("replies_cut", cut, _above_from_start(ALL_CUT), "cut", "task.max_tokens", early=True),
         AlarmRule("copies", similarity, at_least(0.98)),  # mean token F1 between the texts of a group
     )
 
@@ -195,16 +197,17 @@ def _above_first(times: float, at_least: float = 0.0) -> Criterion:
     )
 
 
+def _above_from_start(limit: float) -> Criterion:
+    # What rises to the limit later is told as a rise.
+    return lambda means: ((means > limit) & (means[0] > limit), means)
+
+
 def _below_first(times: float) -> Criterion:
     return lambda means: ((means < times * means[0]) & (means[0] > 0), np.full_like(means, means[0]))
 
 
 def _risen(by: float, at_least: float) -> Criterion:
     return lambda means: ((means >= at_least) & (means - means[0] > by), np.full_like(means, means[0]))
-
-
-def _steady(at_least: float, within: float) -> Criterion:
-    return lambda means: ((means >= at_least) & (means - means[0] <= within), np.full_like(means, means[0]))
 
 
 def _off_best(by: float, share: float = 0.0, lowest: bool = False) -> Criterion:

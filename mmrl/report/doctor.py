@@ -106,8 +106,8 @@ def find(played: Played) -> list[Finding]:
     """Return the findings of a played step, those first that make training useless."""
     raised = alarms([{"step": 0, **played.metrics}], window=1, extra=tuple(_rules(played)))
     names = {alarm.name for alarm in raised}
-    # Each kind of failure has a separate sentence here.
-    explained = {"failures"}
+    # Each kind of failure has a separate sentence here, and so have replies that are cut.
+    explained = {"failures", "replies_cut"}
     # Without a scored rollout nothing can be said about rewards.
     shares = failure_shares(played.metrics).items()
     if any(_stops(kind, share, played) for kind, share in shares if kind != ParseFailure.kind):
@@ -120,8 +120,7 @@ def find(played: Played) -> list[Finding]:
         explained.add("gold_not_found")
     findings = []
     for name in sorted(names - explained):
-        # By key: a rule of the doctor's own comes after that of a run.
-        same_name = list({alarm.key: alarm for alarm in raised if alarm.name == name}.values())
+        same_name = [alarm for alarm in raised if alarm.name == name]
         module_alarms = [alarm for alarm in same_name if alarm.key.startswith("module/")]
         for alarm in module_alarms or same_name[:1]:
             message = alarm.message + _sample(alarm, played)

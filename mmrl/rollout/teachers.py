@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from mmrl import rng
 from mmrl.engines.base import Completion, Engine
 from mmrl.errors import ReplayDivergence, RolloutError
-from mmrl.models.chat import encode_text
+from mmrl.models.chat import encode_text, end_of_turn
 from mmrl.records import Call
 from mmrl.rollout.context import Generation, RolloutContext
 from mmrl.rollout.environment import SamplingSettings, Teacher, make_environment
@@ -43,7 +43,7 @@ def teachers_of_step(
 
     def reencoded(ids: tuple[int, ...], text: str, finish: str) -> tuple[int, ...]:
         # A text has no end-of-turn token: the student learns to end its turn where the teacher ended its own.
-        end = (tokenizer.eos_token_id,) if finish == "eos" else ()
+        end = (end_of_turn(tokenizer),) if finish == "eos" else ()
         return (*encode_text(tokenizer, text), *end)
 
     return {

@@ -6,6 +6,8 @@ config is checked without.
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -15,7 +17,6 @@ from typing import TYPE_CHECKING, Any, cast
 from mmrl.algorithms import ALGORITHMS
 from mmrl.algorithms.checks import TURN_SETS
 from mmrl.config import (
-    AlgoConfig,
     HardwareConfig,
     ModelConfig,
     PromptCommandConfig,
@@ -26,7 +27,7 @@ from mmrl.config import (
     TrainCommandConfig,
     WeightsConfig,
 )
-from mmrl.config.base import MINI
+from mmrl.config.base import MINI, MethodConfig
 from mmrl.config.teacher import STUDENT, TeacherConfig
 from mmrl.engines import EngineSetup, build_engine, engine_class, needs_model
 from mmrl.engines.base import Engine
@@ -115,12 +116,49 @@ def evaluated(task: Task, config: RootConfig, split: str) -> tuple[Sequence[Exam
     return selected, {"evaluated": f"{items} of the {len(examples)} {split} items, drawn; the same ones in every run"}
 
 
-def check_model(model: ModelConfig) -> None:
-    """Find a model that cannot be had before a run directory is made: its tokenizer and its LoRA targets."""
-    from mmrl.models.load import load_tokenizer, refuse_targets
+def check_model(config: StageConfig) -> None:
+    """Find models that cannot be had before a run directory is made, the teachers' too; say what is left out of one.
 
+    Raises:
+        ConfigError: a tokenizer, weights or an adapter that cannot be used, or LoRA targets that are not there.
+    """
+    from mmrl.models.adapter import targets_of
+    from mmrl.models.load import load_tokenizer, skeleton
+
+    model, warnings = config.model, []
     load_tokenizer(model)
-    refuse_targets(model)
+    if isinstance(config, WeightsConfig) or needs_model(config.engine.name):
+        empty, note = skeleton(model)
+        warnings.append(note)
+        if model.lora is not None and (left_out := targets_of(empty, model.lora).warning):
+            warnings.append(f"model.lora.targets: {left_out}")
+    for teacher in separate_teachers(config.algo):
+        if (policy := teacher_policy(teacher)) is not None:
+            warnings.append(check_policy(policy, model, f"algo.teachers.{teacher.name}.policy"))
+    for warning in filter(None, warnings):
+        print(f"warning: {warning}", file=sys.stderr)
+
+
+def check_policy(policy: Policy, model: ModelConfig, key: str = "policy") -> str:
+    """Find a policy whose weights or adapters cannot be had. Returns what is left out of its files, in words.
+
+    Args:
+        model: as `load_policy`.
+        key: what the user typed it after.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
+    from mmrl.models.load import skeleton, with_adapters
+
+    own = re.compile(r"(model\.path|policy)(?=: )")
+    try:
+        empty, note = skeleton(model.model_copy(update={"path": policy.base}))
+        if policy.folders:
+            with_adapters(empty, policy.folders)
+    except ConfigError as error:
+        raise ConfigError(own.sub(key, problem, count=1) for problem in error.problems) from None
+    return own.sub(key, note, count=1)
 
 
 RECORD = "run"
@@ -302,7 +340,7 @@ def evaluation_devices(hardware: HardwareConfig) -> tuple[int, ...]:
     return tuple(range(hardware.processes + hardware.rollout_devices)) if server_devices(hardware) else ()
 
 
-def separate_teachers(algo: AlgoConfig) -> list[TeacherConfig]:
+def separate_teachers(algo: MethodConfig) -> list[TeacherConfig]:
     """Return the teachers of mmGRPO that are not the student."""
     return [teacher for teacher in getattr(algo, "teachers", None) or () if teacher.name != STUDENT]
 
@@ -351,7 +389,9 @@ def _load_fixed(config: TrainCommandConfig, policy: Policy) -> tuple[Engine, Pre
 
     model, tokenizer, serving = load_policy(policy, config.model, config.hardware.device)
     model.eval().requires_grad_(False)
-    setup = EngineSetup(max_context=config.task.max_context, threads=config.hardware.threads, **serving)
+    setup = EngineSetup(
+        max_context=config.task.max_context, threads=config.hardware.threads, weights=config.model, **serving
+    )
     return engine_class("transformers")(model, tokenizer, config.engine.in_process, setup), tokenizer
 
 
@@ -376,8 +416,7 @@ def fixed_engine(
         model, tokenizer, serving = load_policy(policy, config.model, config.hardware.device)
     else:
         tokenizer = load_tokenizer(weights)
-    folders = policy.adapters or ({"default": policy.adapter} if policy.adapter is not None else {})
-    setup = _setup(config, serving, folder, weights=weights, folders=folders, devices=devices, served=served)
+    setup = _setup(config, serving, folder, weights=weights, folders=policy.folders, devices=devices, served=served)
     engine = build_engine(config.engine, model, tokenizer, setup)
     try:
         # Every completion carries the version of the policy that sampled it.

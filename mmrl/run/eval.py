@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from mmrl.config import EvalCommandConfig
+from mmrl.engines import needs_model
 from mmrl.engines.base import total_usage
 from mmrl.errors import StorageError, TooManyFailures, failed_how, located, storage
 from mmrl.models.merged import require_undamaged
@@ -17,7 +18,7 @@ from mmrl.records import Example, Forest
 from mmrl.report.console import show_run
 from mmrl.report.journal import write_step
 from mmrl.report.rundir import RunDir
-from mmrl.run.build import build_task, evaluated, evaluation_devices, fixed_engine, reward_set
+from mmrl.run.build import build_task, check_policy, evaluated, evaluation_devices, fixed_engine, reward_set
 from mmrl.run.check import check_all, served
 from mmrl.run.launch import released
 from mmrl.run.settle import refuse_edits, run_folder, settle, stored_config
@@ -39,6 +40,8 @@ def evaluate_policy(config: EvalCommandConfig, command: Sequence[str]) -> int:
     """Run `mmrl eval`: evaluate a policy on a task's split; per-item results are stored, so a stopped one continues."""
     folder = run_folder(config.run.dir, config.task.name, "eval")
     config = settle(config.in_folder(folder))
+    if needs_model(config.engine.name) and (note := check_policy(served(config), config.model)):
+        print(f"warning: {note}", file=sys.stderr)
     with RunDir.create(folder, config.model_dump(mode="json"), command) as rundir:
         return _evaluate(config, rundir)
 

@@ -77,7 +77,7 @@ def begin(config: StageConfig, command: Sequence[str], resumed: bool = False) ->
         ray_cluster.refuse_cluster(config)
     # Before a folder is made: a model that cannot be had must leave none behind. A run that is continued has had it.
     if not resumed:
-        check_model(config.model)
+        check_model(config)
     hardware = config.hardware
     # Several processes and no launcher: this one only starts them and waits, so it must not join them.
     starts = credited and (on_ray or must_start(hardware.processes, hardware.nodes))

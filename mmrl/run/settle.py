@@ -77,11 +77,13 @@ def settle(config: ConfigT, device: str | None = None, planned: bool = False) ->
         _require_gpus(hardware.name, hardware.processes, serving)
     engine = hardware.engine if config.engine.name == "auto" else config.engine.name
     model = config.model
+    # A run's prompts do not change at midnight, nor at a resume.
+    day = datetime.now().date().isoformat()
     update: dict[str, object] = {
         "hardware": hardware.model_copy(update={"device": device, "threads": threads}),
         "engine": config.engine.model_copy(update={"name": engine}),
         # Named, so that a run which goes on elsewhere, or once the hub answers, never changes its weights.
-        "model": model.model_copy(update={"path": at_hand(model.path, model.revision)}),
+        "model": model.model_copy(update={"path": at_hand(model.path, model.revision), "date": model.date or day}),
     }
     if (policy := value_at(config, "policy")) is not None:
         update["policy"] = at_hand(str(policy), model.revision)

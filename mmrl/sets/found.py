@@ -45,7 +45,10 @@ def found_set(name: str, paths: Sequence[Path], shows: str = "runs side by side"
     )
 
 
-NOT_VARIANTS = ("seed", "run.", "hardware.", "engine.", "plugins", "train.save_every", "train.keep", "start")
+NOT_VARIANTS = (
+    *("seed", "run.", "hardware.", "engine.", "plugins", "train.save_every", "train.keep", "start"),
+    *("model.date", "model.selfcheck"),
+)
 """Config paths that may differ between runs of one row: they do not change what is learned."""
 STARTED = (*NOT_VARIANTS, "model.path", "model.revision", "task.prompts")
 """The same of runs that start from others, which have their weights and prompts from there."""

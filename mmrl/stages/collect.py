@@ -23,7 +23,8 @@ from mmrl import rng
 from mmrl.algorithms import ALGORITHMS
 from mmrl.config import TrainCommandConfig
 from mmrl.credit.entries import Credit, Entry
-from mmrl.models.chat import encode_text, tokenizer_seconds
+from mmrl.models.chat import encode_text, end_of_turn
+from mmrl.models.encode import tokenizer_seconds
 from mmrl.records import Example, Forest, Rollout
 from mmrl.rollout.environment import Environment
 from mmrl.rollout.plans import Tree
@@ -282,7 +283,7 @@ class Collector(Stage[TrainCommandConfig]):
         algo, program = self.config.algo, self.task.program
         if getattr(algo, "reserialise", False) and isinstance(program, Canonical):
             encode = partial(encode_text, self.tokenizer)
-            forest = reserialised(forest, program, encode, self.tokenizer.eos_token_id)
+            forest = reserialised(forest, program, encode, end_of_turn(self.tokenizer))
         return forest
 
 

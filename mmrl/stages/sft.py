@@ -24,7 +24,7 @@ from mmrl.config import SftCommandConfig
 from mmrl.credit.entries import Entry
 from mmrl.errors import CheckpointError, ConfigError, DataError
 from mmrl.models.assignment import ModuleAssignment
-from mmrl.models.chat import encode_text, render_observation, render_prompt
+from mmrl.models.chat import encode_text, end_of_turn, render_observation, render_prompt
 from mmrl.models.policy import checkpoint_step
 from mmrl.records import Call, Example, Forest
 from mmrl.report.journal import read_step, write_step
@@ -111,7 +111,8 @@ class SftStage(Stage[SftCommandConfig]):
         """Return facts for the summary, once `improve` has begun."""
         facts = {key.removeprefix("sft/"): f"{value:,.0f}" for key, value in self.facts.items() if key in _SHOWN}
         supervised = ", ".join(f"{value} {_SHOWN[f'sft/{key}']}" for key, value in facts.items())
-        return {"supervised": supervised, **self.assignment.describe(), **self.engine.describe()}
+        facts = {**self.assignment.describe(), **self.trainer.facts}
+        return {"supervised": supervised, **facts, **self.engine.describe()}
 
     def _demonstrated(self) -> list[tuple[str, Call]]:
         """Return the sequences of the task's demonstrations or of the file, each with its place."""
@@ -227,8 +228,8 @@ def encode(tokenizer: PreTrainedTokenizerBase, demonstration: Demonstration) -> 
     prompt_ids = render_prompt(tokenizer, demonstration.messages)
     for completion, observation in demonstration.history:
         prompt_ids = render_observation(tokenizer, (*prompt_ids, *encode_text(tokenizer, completion)), observation)
-    end = int(tokenizer.eos_token_id)
-    return plain_call(demonstration.module, prompt_ids, (*encode_text(tokenizer, demonstration.completion), end))
+    completion_ids = (*encode_text(tokenizer, demonstration.completion), end_of_turn(tokenizer))
+    return plain_call(demonstration.module, prompt_ids, completion_ids)
 
 
 def plain_call(module: str, prompt_ids: tuple[int, ...], completion_ids: tuple[int, ...]) -> Call:

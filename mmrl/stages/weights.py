@@ -124,7 +124,8 @@ class WeightStage(Collector):
 
     def describe(self) -> dict[str, str]:
         """Return facts for the summary."""
-        facts = {**self.facts, **{key: fact for engine in self.engines for key, fact in engine.describe().items()}}
+        facts = {**self.facts, **self.trainer.facts}
+        facts |= {key: fact for engine in self.engines for key, fact in engine.describe().items()}
         called = modules_in(self.log.rundir.history())
         # Nothing has trained them.
         if unused := [module for module in self.task.program.modules if module not in called]:

@@ -15,6 +15,7 @@ import torch
 from peft import PeftModel
 
 from mmrl.errors import MmrlError
+from mmrl.models.load import rope_border
 from mmrl.records import Call, Forest
 from mmrl.trainer.logprobs import Scores, score
 from mmrl.trainer.objective import StepBatch, TrainCall
@@ -132,6 +133,7 @@ class Forwards:
                 tries=self.tries if tries is None else tries,
                 share=self.accelerator.num_processes,
                 max_tokens=self.max_tokens,
+                border=rope_border(self.policy.config),
             )
         ]
 

@@ -73,6 +73,7 @@ def token_budget(tokens: int | None, model: PreTrainedModel, checkpointing: bool
         memory, limit = CPU_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), CPU_TOKENS
     hidden, layers = config.hidden_size, config.num_hidden_layers
     inner = getattr(config, "intermediate_size", None) or 4 * hidden
+    inner = max(inner) if isinstance(inner, list) else inner  # one for each layer (Gemma 3n)
     # What a decoder layer keeps for its backward pass: about 12 tensors of its own width and 4 of the inner one.
     layer = size * (12 * hidden + 4 * inner)
     # With gradient checkpointing, one layer's activations at a time and every layer's input.
@@ -193,6 +194,7 @@ def make_packs(
     tries: bool = False,
     share: int = 1,
     max_tokens: int | None = None,
+    border: int | None = None,
 ) -> list[Pack]:
     """Split `calls` into packs of at most `budget` forwarded tokens; a longer call gets a pack of its own.
 
@@ -207,6 +209,7 @@ def make_packs(
         tries: forward each distinct prefix once; without it rows are padded.
         share: make the number of packs of tries a multiple of this where there are enough tries.
         max_tokens: tokens of a pack of tries that would otherwise repeat more than it adds; None: `budget`.
+        border: rows longer than this share no padded pack with shorter ones (`models.load.rope_border`).
     """
     scored_calls = [_ScoredCall.from_call(call, beta, score_all) for call in calls]
     rows = _packed_rows([call for call in scored_calls if call.scored])
@@ -220,7 +223,8 @@ def make_packs(
     for row in rows:
         positions = sum(packed.scored for packed in group) + row.scored
         # Rows come longest first, so the first one of a group is its width.
-        if group and ((len(group) + 1) * len(group[0].ids) > budget or positions > MAX_SCORED):
+        crossed = border is not None and bool(group) and len(group[0].ids) > border >= len(row.ids)
+        if crossed or (group and ((len(group) + 1) * len(group[0].ids) > budget or positions > MAX_SCORED)):
             packs.append(_padded_pack(group, modules, dtype))
             group = []
         group.append(row)

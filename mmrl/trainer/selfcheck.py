@@ -1,23 +1,35 @@
-"""The self-check of packed tries: on the first real batch, a few calls packed and padded must agree.
+"""The trainer's part of the self-check: rows padded, packed and in training mode against each row alone.
 
-Part of `trainer`; `trl_trainer` runs it once per process, before anything is trained on tries.
+Part of `trainer`; `trl_trainer` runs it once on made-up rows when it is built, and once on a few calls of the first
+batch, before anything is trained.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate.utils import DistributedType
 
 from mmrl.engines.embedded.batch_rows import HALF_TOLERANCE, TOLERANCE, difference
 from mmrl.engines.embedded.prefixes import common_prefix
-from mmrl.errors import MmrlError
+from mmrl.errors import ConfigError, MmrlError
+from mmrl.models.selfcheck import Way, drawn_adapters, evaluating, plain_logprobs, probes
+from mmrl.records import Call
 from mmrl.trainer.forwards import Forwards, module_names
 from mmrl.trainer.objective import TrainCall, active
 from mmrl.trainer.packing import Pack
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Rows = Sequence[Sequence[float]]
+"""Log-probabilities of the calls' completions, in the order of the calls."""
+
+PADDED, PACKED = "padded rows", "packed tries"
 SAMPLE_TOKENS = 1024
 """Tokens of the compared calls, all together (or two calls)."""
 GRADIENT_NUMBERS = 2**26
@@ -29,18 +41,135 @@ EXACT, FULL, HALF = (1e-6, 1 - 1e-6), (TOLERANCE, 0.999), (HALF_TOLERANCE, 0.95)
 float64, float32, half precision."""
 
 
-def check_tries(forwards: Forwards, calls: Sequence[TrainCall]) -> bool:
-    """Compare log-probabilities and gradients of a few of `calls`; False where none of them would be trained.
+def check_at_load(forwards: Forwards, tokenizer: PreTrainedTokenizerBase) -> list[Way]:
+    """Compare padded rows, packed tries and training mode with the model's plain forward of each of two short rows.
+
+    Returns:
+        The ways that the trainer will take.
 
     Raises:
-        MmrlError: they differ.
+        ConfigError: one of them differs.
     """
+    model, half = forwards.policy, _is_half(forwards)
+    settings = model.config.get_text_config()
+    limit = getattr(settings, "max_position_embeddings", None)
+    rows = probes(tokenizer, settings.vocab_size, limit, half=half)
+    module = next(iter(forwards.adapters.by_module)) if forwards.adapters is not None else ""
+    calls = [
+        TrainCall(
+            call=Call(
+                id=str(number),
+                example="",
+                parent=None,
+                module=module,
+                prompt_ids=row.prompt_ids,
+                completion_ids=row.completion_ids,
+                completion_tokens=len(row.completion_ids),
+            )
+        )
+        for number, row in enumerate(rows)
+    ]
+    try:
+        with drawn_adapters(model), evaluating(model):
+            forwards.use_adapter(forwards.make_packs(calls[:1], [module], score_all=True)[0])
+            with forwards.autocast():
+                plain = plain_logprobs(model, rows, forwards.settings.algo.temperature)
+            if not all(math.isfinite(number) for row in plain for number in row):
+                raise ConfigError(
+                    "model.path: log-probabilities of a short text are no finite numbers; are the weights?"
+                )
+            return _compare(forwards, calls, plain)
+    except MmrlError:
+        raise
+    except Exception as error:  # whatever the code of an architecture raises on rows that it is not made for
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}"
+        raise ConfigError(f"model.path: the trainer cannot compute with this model: {reason}") from error
+
+
+def check_batch(forwards: Forwards, calls: Sequence[TrainCall]) -> bool:
+    """Compare a few of the first batch's `calls`, padded, packed and in training mode, with each call alone.
+
+    Returns:
+        False where nothing would be trained.
+
+    Raises:
+        ConfigError: they differ.
+        MmrlError: packed and padded gradients differ.
+    """
+    compared = _compared_calls(forwards, calls)
+    if not compared:
+        return False
+    with drawn_adapters(forwards.policy), evaluating(forwards.policy):
+        # Sharded weights are gathered by every process in each forward, so all of them make the same ones.
+        alone = [_scored(forwards, [train], tries=False)[0] for train in compared]
+        _compare(forwards, compared, alone)
+    if forwards.tries:
+        check_tries(forwards, compared)
+    return True
+
+
+def _compare(forwards: Forwards, calls: Sequence[TrainCall], plain: Rows) -> list[Way]:
+    """Compare the trainer's ways with log-probabilities of each call alone; raises `ConfigError` where one differs."""
+    half = _is_half(forwards)
+    tries = [False, True] if forwards.tries else [False]
+    ways = [Way.compared(PACKED if way else PADDED, _scored(forwards, calls, tries=way), plain) for way in tries]
+    training = _scored(forwards, calls, tries=forwards.tries, training=True)
+    ways.append(Way.compared("training mode", training, plain))
+    noise = 0.0
+    if half:
+        # What is padding's own share, in rows of equal lengths, has nothing to do with the architecture.
+        twice = _scored(forwards, [calls[-1], calls[-1]], tries=False)[:1]
+        noise = Way.compared("", twice, plain[-1:]).median
+    for way in ways:
+        if fault := way.fault(half=half, noise=noise):
+            raise ConfigError(
+                f"model.path: the trainer cannot train this model: against the plain forward of one row, {fault} "
+                "(model.selfcheck=false trains all the same)"
+            )
+        noise = max(noise, way.median) if way.name == PADDED else noise
+    return ways
+
+
+def _scored(
+    forwards: Forwards, calls: Sequence[TrainCall], *, tries: bool, training: bool = False
+) -> list[list[float]]:
+    """Return log-probabilities of calls of one adapter, computed together."""
+    model = forwards.wrapped
+    model.train(training)
+    packs = forwards.make_packs(calls, module_names([train.call for train in calls]), score_all=True, tries=tries)
+    found: dict[int, list[float]] = {}
+    with torch.no_grad(), forwards.autocast():
+        for pack in packs:
+            forwards.use_adapter(pack.to(forwards.device))
+            numbers = forwards.score(model, pack).logprobs.tolist()  # (N,)
+            for train in pack.calls:
+                count = len(train.call.completion_ids)
+                found[id(train)], numbers = numbers[:count], numbers[count:]
+    return [found[id(train)] for train in calls]
+
+
+def _is_half(forwards: Forwards) -> bool:
+    return forwards.policy.dtype in (torch.bfloat16, torch.float16) or forwards.accelerator.mixed_precision == "bf16"
+
+
+def _compared_calls(forwards: Forwards, calls: Sequence[TrainCall]) -> list[TrainCall]:
+    """Return a few of the calls that are trained, all of one adapter."""
     trained = [train for train in calls if any(active(entry, forwards.settings.beta) for entry in train.entries)]
     compared = calls_to_compare(trained)
     if forwards.adapters is not None and compared:
         # One adapter: otherwise a difference of weights would pass for one of packing.
         adapter = forwards.adapters.by_module
         compared = [train for train in compared if adapter[train.call.module] == adapter[compared[0].call.module]]
+    return compared
+
+
+def check_tries(forwards: Forwards, calls: Sequence[TrainCall]) -> bool:
+    """Compare log-probabilities and gradients of a few of `calls`; False where none of them would be trained.
+
+    Raises:
+        MmrlError: they differ.
+    """
+    compared = _compared_calls(forwards, calls)
     if not compared:
         return False
     modules = module_names([train.call for train in compared])
@@ -50,7 +179,7 @@ def check_tries(forwards: Forwards, calls: Sequence[TrainCall]) -> bool:
     (logprobs, gradient), (padded, padded_gradient) = (
         _measure(forwards, group, gradients=not sharded) for group in packs
     )
-    half = forwards.policy.dtype in (torch.bfloat16, torch.float16) or forwards.accelerator.mixed_precision == "bf16"
+    half = _is_half(forwards)
     allowed, least = HALF if half else EXACT if forwards.policy.dtype == torch.float64 else FULL
     both = [torch.cat([side[name] for name in padded]).tolist() for side in (logprobs, padded)]
     gap = difference(*both, half=half)
@@ -127,3 +256,25 @@ def _cosine(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> fl
     if not any(sizes):
         return 1.0
     return product / (sizes[0] * sizes[1]) ** 0.5 if all(sizes) else 0.0
+
+
+def require_same_policy(gaps: Sequence[torch.Tensor], forwards: Forwards) -> None:
+    """Compare the engine's record of the first batch with the trainer's forwards; a collective.
+
+    Args:
+        gaps: differences of log-probabilities, by pack, before any update.
+
+    Raises:
+        MmrlError: the engine serves other weights, or computes otherwise.
+    """
+    own = torch.cat([*gaps]) if gaps else torch.zeros(0)
+    # By the median alone: an engine may have kernels of its own, and another precision than the trainer.
+    way = Way("the engine", float(own.max()), float(own.median()), len(own)) if len(own) else None
+    fault = way.fault(half=True) if way is not None else ""
+    # Processes have other packs, and all of them must stop.
+    if float(forwards.reduce(torch.tensor(float(bool(fault)), device=forwards.device), "max")):
+        raise MmrlError(
+            f"engine: on the first batch, against the trainer's, {fault or 'those of another process differ'}; what is "
+            "sampled is not what would be trained: look at model.dtype, engine.logprobs and the engine's version "
+            "(model.selfcheck=false trains all the same)"
+        )

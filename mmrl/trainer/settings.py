@@ -15,6 +15,7 @@ from mmrl.config.algo import CriticConfig
 from mmrl.config.other_stages import SFT
 from mmrl.config.rules import across_sections
 from mmrl.errors import ConfigError
+from mmrl.models.adapter import targets_of
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -89,13 +90,21 @@ class Settings:
 
         if (lora := self.model.lora) is None:
             return None
+        targets = targets_of(model, lora)
         return LoraConfig(
             r=lora.r,
             lora_alpha=lora.alpha,
             lora_dropout=lora.dropout if dropout else 0.0,
-            target_modules=linear_layers(model) if lora.everywhere else list(lora.targets),
+            target_modules=targets.modules,
+            target_parameters=targets.parameters or None,
+            exclude_modules=targets.excluded,
             task_type="CAUSAL_LM",
         )
+
+    def lora_facts(self, model: PreTrainedModel) -> dict[str, str]:
+        """Return the summary's fact about what an adapter reaches; empty when all parameters are trained."""
+        lora = self.model.lora
+        return {} if lora is None else {"adapter": targets_of(model, lora).described}
 
     def arguments(self, folder: Path, *, on_cpu: bool, autocast: bool, dense: bool) -> dict[str, Any]:
         """Return the arguments of TRL's `GRPOConfig`.
@@ -143,19 +152,6 @@ class Settings:
             "logging_strategy": "no",
             "save_strategy": "no",
         }
-
-
-def linear_layers(model: PreTrainedModel) -> list[str]:
-    """List the linear layers of a model's blocks, whatever its architecture calls them; the head is none of them.
-
-    Not peft's own "all-linear", which writes every layer by its whole path, and in an order of the process.
-    """
-    import torch
-    from transformers.pytorch_utils import Conv1D
-
-    head = model.get_output_embeddings()
-    layers = {name: part for name, part in model.named_modules() if isinstance(part, torch.nn.Linear | Conv1D)}
-    return sorted({name.rpartition(".")[2] for name, part in layers.items() if part is not head})
 
 
 def no_reward(*args: object, **kwargs: object) -> NoReturn:

@@ -41,6 +41,8 @@ class StepTotals:
         self.gaps = torch.zeros(len(self.modules), 2, dtype=torch.float64, device=device)
         """Gap sum and count of each module."""
         self.gap_max = torch.zeros((), dtype=torch.float64, device=device)
+        self.gaps_of_packs: list[torch.Tensor] = []
+        """Gap of each token whose log-probability the sampler has recorded."""
         self.with_kl = False
         self.with_tis = self.supervised = False
         self.losses: list[float] = []
@@ -88,6 +90,7 @@ class StepTotals:
             self.gaps[:, 0].index_add_(0, pack.modules[recorded], gap)
             self.gaps[:, 1].index_add_(0, pack.modules[recorded], torch.ones_like(gap))
             self.gap_max = torch.maximum(self.gap_max, gap.max())
+            self.gaps_of_packs.append(gap)
 
     def metrics(self, reduce: Callable[[torch.Tensor, str], torch.Tensor]) -> dict[str, float]:
         """Return the step's metrics; `reduce(tensor, "sum" | "max")` joins the processes' totals."""

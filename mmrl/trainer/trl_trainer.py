@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from accelerate.utils import DistributedType
 from datasets import Dataset
 from peft import PeftModel
 from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
@@ -26,13 +27,14 @@ from trl import GRPOConfig, GRPOTrainer
 
 from mmrl.errors import CheckpointError, ConfigError, Stopped, SyncFailure, TooManyFailures
 from mmrl.models.policy import is_complete
+from mmrl.models.template import as_saved
 from mmrl.trainer import checkpoint, sharding
 from mmrl.trainer.adapters import Adapters, in_fixed_order
 from mmrl.trainer.critic import Critic, trained_in_float32
 from mmrl.trainer.forwards import Forwards, module_names
 from mmrl.trainer.objective import StepBatch, token_loss, truncated_weights
 from mmrl.trainer.packing import Pack, choose_packing, token_budget
-from mmrl.trainer.selfcheck import check_tries
+from mmrl.trainer.selfcheck import check_at_load, check_batch, require_same_policy
 from mmrl.trainer.settings import Settings, no_reward, one_device
 from mmrl.trainer.totals import StepTotals, finite
 
@@ -118,11 +120,16 @@ class MmrlTrainer(GRPOTrainer):
         budget, max_tokens = token_budget(
             settings.train.microbatch_tokens, model, settings.model.gradient_checkpointing
         )
-        self.compared = not tries
+        self.unchecked = settings.model.selfcheck
+        """The first batch is still to be compared (`selfcheck`)."""
+        self.recorded = False
+        """The engine's record of this step is still to be compared."""
         # Before TRL wraps the model: the critic may copy its backbone, and the reference is the model as it is now.
         self.critic = None if settings.critic is None else Critic(settings, settings.critic, model)
         self.critic_lr = 0.0
         self.adapters, lora = adapters, settings.lora(model)
+        self.facts = settings.lora_facts(model)
+        """What the adapter reaches, for the summary."""
         if adapters is not None:
             # `models.assignment` gives weights per module to LoRA alone.
             model, lora = cast("PreTrainedModel", adapters.attach(model, cast("LoraConfig", lora), settings.seed)), None
@@ -137,7 +144,7 @@ class MmrlTrainer(GRPOTrainer):
             reward_funcs=no_reward,
             args=one_device(GRPOConfig(**arguments)),
             train_dataset=Dataset.from_dict({"prompt": ["mmrl brings its own batches"] * 2}),
-            processing_class=tokenizer,
+            processing_class=as_saved(tokenizer),
             callbacks=[UpdateEnd(self.end_update)],
             peft_config=lora,
         )
@@ -146,6 +153,10 @@ class MmrlTrainer(GRPOTrainer):
         self.sharded = sharding.is_sharded(self.accelerator)
         self.forwards = Forwards(self, tries=tries, budget=budget, max_tokens=max_tokens)
         self._prepare_models(reference)
+        # Weights that processes will share are whole here too, but may not fit on one device.
+        whole = self.accelerator.distributed_type not in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+        self.ways = check_at_load(self.forwards, tokenizer) if self.unchecked and whole else []
+        """Results of the self-check."""
 
     def _prepare_models(self, reference: PreTrainedModel | None) -> None:
         """Prepare policy, critic and reference for training and forwards."""
@@ -186,15 +197,17 @@ class MmrlTrainer(GRPOTrainer):
         """Yield an item per optimizer step, from the first step that is not done."""
         for step in range(self.steps_done + 1, self.settings.train.steps + 1):
             self.forwards.policy.eval()
-            batch = self._next_batch(step)
-            if not self.compared:
-                self.compared = check_tries(self.forwards, batch.calls)
+            settings, batch = self.settings, self._next_batch(step)
+            if self.unchecked:
+                self.unchecked = not check_batch(self.forwards, batch.calls)
+                # Batches that were sampled ahead come from older weights.
+                self.recorded = not self.unchecked and (step == 1 or not settings.train.staleness)
             started = time.perf_counter()
             minibatches = self.step_packs(batch)
-            count = self.settings.updates
-            if (count > 1 or self.settings.has_dropout) and not self.settings.algo.ratio_one:
+            count = settings.updates
+            if (count > 1 or settings.has_dropout) and not settings.algo.ratio_one:
                 self.forwards.freeze_old([pack for packs in minibatches for pack in packs])
-            if self.settings.has_dropout:
+            if settings.has_dropout:
                 # The update adds noise to its own forwards: of one pack, a sample, the gap is measured without.
                 for pack in minibatches[0][:1]:
                     self.totals.add_gap(pack, self.forwards.policy_of(pack))
@@ -251,6 +264,9 @@ class MmrlTrainer(GRPOTrainer):
             self.accelerator.sync_gradients = count == len(update.packs)
             with nullcontext() if now else self.accelerator.no_sync(model):
                 total += self._train_on(model, pack, first=update.first)
+        if self.recorded:
+            require_same_policy(self.totals.gaps_of_packs, self.forwards)
+            self.recorded = False
         loss = float(self.forwards.reduce(total, "sum"))
         self.totals.losses.append(finite(loss, "loss", update.step))
         if self.critic is not None:

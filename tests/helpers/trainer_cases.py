@@ -182,6 +182,7 @@ def make_trainer(
     next_batch: Any = None,
     adapters: Any = None,
     checkpointing: bool = False,
+    selfcheck: bool = True,
     **train: Any,
 ) -> MmrlTrainer:
     """A trainer whose step s trains on `calls(s)` (or always on the list `calls`)."""
@@ -190,7 +191,9 @@ def make_trainer(
     settings = Settings(
         train=TrainConfig(**{"steps": 1, "lr": 1e-3, "save_every": 100, **train}),
         algo=algo_config,
-        model=ModelConfig(name="test", path="tiny", lora=lora, gradient_checkpointing=checkpointing),
+        model=ModelConfig(
+            name="test", path="tiny", lora=lora, gradient_checkpointing=checkpointing, selfcheck=selfcheck
+        ),
         seed=seed,
     )
     trainer = MmrlTrainer(

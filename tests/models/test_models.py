@@ -10,8 +10,9 @@ from transformers import AddedToken, PreTrainedTokenizerFast, Qwen3Config, Qwen3
 import mmrl.models.load
 from mmrl.config import ModelConfig
 from mmrl.errors import ConfigError
+from mmrl.models.adapter import targets_of
 from mmrl.models.chat import decode_text, encode_text, render_prompt
-from mmrl.models.load import load_model, load_tokenizer, refuse_targets
+from mmrl.models.load import load_model, load_tokenizer, skeleton
 
 TEMPLATE = (
     "{%- for message in messages -%}"
@@ -184,7 +185,8 @@ def test_lora_targets_that_the_model_does_not_have_are_named_before_its_weights_
     monkeypatch.setattr("mmrl.models.load.load_model", None)
 
     def targets(*names):
-        refuse_targets(ModelConfig(name="m", path="tiny", lora={"targets": names}))
+        config = ModelConfig(name="m", path="tiny", lora={"targets": names})
+        return targets_of(skeleton(config)[0], config.lora)
 
     targets("q_proj", "mlp.down_proj")
     with pytest.raises(ConfigError, match=r"model\.lora\.targets: .* called qkv_proj, proj; expected some of q_proj, "):
@@ -193,7 +195,6 @@ def test_lora_targets_that_the_model_does_not_have_are_named_before_its_weights_
         ConfigError, match="no linear layer below its output head called lm_head; expected some of q_proj"
     ):
         targets("q_proj", "lm_head")
-    refuse_targets(ModelConfig(name="m", path="tiny"))
 
 
 def test_import_is_light():

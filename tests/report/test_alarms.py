@@ -68,8 +68,7 @@ def test_a_healthy_run_is_silent():
         ("many_candidates", "task/answer_candidates", lambda s: 1.2 if s < 20 else 4.0),
         ("length_runaway", "module/m/length", lambda s: 20.0 if s < 20 else 90.0),
         ("length_runaway", "module/m/finish_length_share", lambda s: 0.05 if s < 20 else 0.9),
-        ("cut", "module/m/finish_length_share", lambda s: 0.9),
-        ("cut", "turn/2/finish_length_share", lambda s: 1.0 if s < 20 else 0.85),
+        ("replies_cut", "module/m/finish_length_share", lambda s: 0.92),
         ("not_finite", "train/grad_norm", lambda s: 1.0 if s < 20 else math.nan),
         ("not_finite", "train/loss", lambda s: 1.0 if s < 20 else math.inf),
         ("not_finite", "train/kl", lambda s: 1e-3 if s < 20 else None),  # as a file has it
@@ -98,25 +97,6 @@ def test_equal_rewards_are_blamed_on_what_never_parses():
     assert "algo.group_size" in messages(history(**unparsed))["zero_variance"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "word"),
-    [
-        ("length", "prompt_too_long", "task.max_context"),
-        ("limit", "limits", "task.max_turns"),
-        ("parse", "never_parses", "task.prompts"),
-    ],
-)
-def test_equal_rewards_are_blamed_on_how_most_rollouts_fail(kind, name, word):
-    equal = {"credit__zero_variance_share": lambda s: 1.0}
-    found = messages(history(**equal, **{f"rollouts__failed__{kind}": lambda s: 24.0}))
-    assert sorted(found) == sorted([name, "zero_variance"])
-    assert word in found[name] and found[name].startswith("100% of the rollouts") and "()" not in found[name]
-    assert word in found["zero_variance"] and "algo.group_size" not in found["zero_variance"]
-    some = messages(history(**equal, rollouts__failed__length=lambda s: 8.0))
-    assert sorted(some) == ["prompt_too_long", "zero_variance"]
-    assert "algo.group_size" in some["zero_variance"], "a third that fails does not make the others equal"
-
-
 CUT = "module__m__finish_length_share"
 
 
@@ -143,8 +123,27 @@ def test_cut_replies_are_the_first_cause_of_what_follows_from_them():
 
 def test_replies_that_are_all_cut_ring_at_once():
     (alarm,) = alarms(history(steps=1, **{CUT: lambda s: 1.0}))
-    assert (alarm.name, alarm.step, alarm.until) == ("cut", 1, None)
-    assert alarms(history(steps=4, **{CUT: lambda s: 0.9})) == []
+    assert (alarm.name, alarm.step, alarm.until) == ("replies_cut", 1, None)
+    assert alarms(history(steps=4, **{CUT: lambda s: 0.92})) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "word"),
+    [
+        ("length", "prompt_too_long", "task.max_context"),
+        ("limit", "limits", "task.max_turns"),
+        ("parse", "never_parses", "task.prompts"),
+    ],
+)
+def test_equal_rewards_are_blamed_on_how_most_rollouts_fail(kind, name, word):
+    equal = {"credit__zero_variance_share": lambda s: 1.0}
+    found = messages(history(**equal, **{f"rollouts__failed__{kind}": lambda s: 24.0}))
+    assert sorted(found) == sorted([name, "zero_variance"])
+    assert word in found[name] and found[name].startswith("100% of the rollouts") and "()" not in found[name]
+    assert word in found["zero_variance"] and "algo.group_size" not in found["zero_variance"]
+    some = messages(history(**equal, rollouts__failed__length=lambda s: 8.0))
+    assert sorted(some) == ["prompt_too_long", "zero_variance"]
+    assert "algo.group_size" in some["zero_variance"], "a third that fails does not make the others equal"
 
 
 @pytest.mark.parametrize(

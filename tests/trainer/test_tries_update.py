@@ -161,6 +161,10 @@ def test_the_self_check_stops_a_run_whose_layers_do_not_share(
 
     monkeypatch.setattr(tree_attention.TreeAttention, "apply", leaky)
     with pytest.raises(MmrlError, match=r"train\.packing: on the first batch, packed and padded log-probabilities"):
+        check_tries(made.forwards, shared_calls())
+    # In half precision the medians of so few tokens say nothing; their gradients do.
+    words = "log-probabilities of packed tries differ by" if dtype == torch.float32 else "cosine of their gradients"
+    with pytest.raises(MmrlError, match=words):
         made.train()
     assert all(torch.equal(before[name], weight) for name, weight in made.model.named_parameters())
 

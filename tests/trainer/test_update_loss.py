@@ -59,8 +59,8 @@ def test_law_9_prompts_are_never_targets(tmp_path: Path) -> None:
     """Logits exist for completion tokens only, so nothing else can have a gradient from the loss."""
     model = tiny_model("llama")
     seen: list[torch.Tensor] = []
-    model.get_output_embeddings().register_forward_hook(lambda _, args, out: seen.append(out))
     trainer = make_trainer(tmp_path, model)
+    model.get_output_embeddings().register_forward_hook(lambda _, args, out: seen.append(out))
     calls = make_calls(5, seed=6)
     gradients(trainer, calls)
     assert sum(out.shape[1] for out in seen) == sum(len(call.call.completion_ids) for call in calls)

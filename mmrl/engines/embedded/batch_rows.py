@@ -5,6 +5,7 @@ Between the decode loops, which make one token per row and step, and the `Comple
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -15,9 +16,13 @@ from mmrl import rng
 from mmrl.config.base import LEAST_TEMPERATURE
 from mmrl.engines.base import Completion, Request
 from mmrl.errors import EngineFailure, LengthFailure, RequestFailure
+from mmrl.models.chat import template_ends
+from mmrl.models.load import rope_border
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+
+LOG = logging.getLogger("mmrl.engines")
 
 TOLERANCE, HALF_TOLERANCE = 1e-3, 0.2
 """Difference of log-probabilities computed in two ways that rounding explains: in float32 the largest; in half
@@ -183,15 +188,22 @@ def _may_end(stop: str, piece: str) -> bool:
 def context_limit(settings: PretrainedConfig, *limits: int | None) -> int | None:
     """Return the smallest of the model's positions and `limits`; None where there is no limit at all."""
     # Not every architecture has a table of positions (ALiBi, state-space models).
-    candidates = [*limits, getattr(settings, "max_position_embeddings", None)]
-    return min((value for value in candidates if value), default=None)
+    limit = min(
+        (value for value in (*limits, getattr(settings, "max_position_embeddings", None)) if value), default=None
+    )
+    border = rope_border(settings)
+    if border is None or (limit is not None and limit <= border):
+        return limit
+    # A row that crosses it would go on from keys of another encoding, and change that of the rows beside it.
+    LOG.warning("task.max_context: contexts end at %d tokens, where this model encodes positions otherwise", border)
+    return border
 
 
 def eos_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None) -> frozenset[int]:
-    """Return the end-of-turn ids: that of the tokenizer and those of the model's generation config."""
+    """Return the end-of-turn ids: the tokenizer's, those of the model's generation config, and the chat template's."""
     # Chat models often end a turn with another token than the tokenizer's EOS, and name it in the generation config.
     ids: set[int] = set()
     for value in (tokenizer.eos_token_id, generation_config.eos_token_id if generation_config is not None else None):
         if value is not None:
             ids.update([value] if isinstance(value, int) else value)
-    return frozenset(ids)
+    return frozenset(ids | template_ends(tokenizer))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -42,6 +42,7 @@ class HFLoop:
         self._training: list[torch.nn.Module] = []
         self._cache: DynamicCache | None = None
         self._mask: torch.Tensor | None = None
+        self._rows: list[list[int]] = []
         self._layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
 
     def start(self) -> None:
@@ -89,10 +90,13 @@ class HFLoop:
         self._mask = self._mask[rows]
         cache = self._cache
         assert cache is not None
-        cache.batch_select_indices(rows)
+        # What beam search does: the only way of selecting rows that layers of every kind have, states of recurrent and
+        # convolutional layers too.
+        cache.reorder_cache(cast("torch.LongTensor", rows))
         return list(indices)
 
     def _forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Forward the newest columns: (rows, new tokens) ids under a (rows, all tokens) mask -> (rows, V) logits."""
         self._mask = mask
         extra: dict[str, object] = dict(self._last_only)
         if self._positions:
@@ -135,3 +139,39 @@ class HFLoop:
                 layer.set_adapter(names)
             for parameter, flag in zip(weights, trained, strict=True):
                 parameter.requires_grad_(flag)
+
+
+class WholeRows(HFLoop):
+    """Loop without a cache: every token is computed from its whole row, as the trainer computes it.
+
+    Slow, a forward of the row so far for each token. It serves models whose cache or whose positions do not bear
+    padding on the left, and those that have no cache.
+    """
+
+    def prefill(self, rows: Sequence[BatchRow]) -> torch.Tensor:
+        """See `NativeLoop.prefill`; only with no rows in flight."""
+        self._rows = [list(row.prompt_ids) for row in rows]
+        return self._whole()
+
+    def step(self, tokens: Sequence[int]) -> torch.Tensor:
+        """See `NativeLoop.step`."""
+        for row, token in zip(self._rows, tokens, strict=True):
+            row.append(token)
+        return self._whole()
+
+    def keep(self, indices: Sequence[int]) -> list[int]:
+        """See `NativeLoop.keep`."""
+        self._rows = [self._rows[index] for index in indices]
+        return list(indices)
+
+    def _whole(self) -> torch.Tensor:
+        """Forward all rows, padded on the right; returns the (rows, V) logits after each one's last token."""
+        lengths = torch.tensor([len(row) for row in self._rows])
+        width, least = int(lengths.max()), int(lengths.min())
+        ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in self._rows])  # (rows, width)
+        # Logits of the columns in which some row ends, where a model can leave the others out.
+        last = dict.fromkeys(self._last_only, width - least + 1)
+        device = next(self.model.parameters()).device
+        with self.using_adapter():
+            logits = self.model(input_ids=ids.to(device), use_cache=False, return_dict=True, **last).logits
+        return logits[torch.arange(len(lengths)), (lengths - 1 - (width - logits.shape[1])).to(device)]

@@ -8,34 +8,44 @@ where it knows the architecture and agrees with the model's own forward, else th
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeAlias, cast
 
+import numpy as np
 import torch
 
 from mmrl.config.engines import TransformersConfig
 from mmrl.engines.base import Completion, EngineSetup, Request, Sampling
 from mmrl.engines.embedded.architecture import unsupported
-from mmrl.engines.embedded.batch_rows import HALF_TOLERANCE, TOLERANCE, BatchRow, Rules, context_limit, eos_ids
+from mmrl.engines.embedded.batch_rows import BatchRow, Rules, context_limit, eos_ids
 from mmrl.engines.embedded.batcher import Batcher, PendingRequest
 from mmrl.engines.embedded.decode import NativeLoop
-from mmrl.engines.embedded.hf_loop import HFLoop
+from mmrl.engines.embedded.hf_loop import HFLoop, WholeRows
 from mmrl.engines.embedded.sampling import sample
 from mmrl.errors import ConfigError, EngineFailure
 from mmrl.models.policy import INITIAL
+from mmrl.models.selfcheck import Probe, Way, drawn_adapters, logprobs_of, padding_noise, plain_logprobs, probes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 LOG = logging.getLogger("mmrl.engines")
 
-CHECKED_TOKENS = 512
-"""Longest part of the first prompt that the self-check forwards twice."""
+CHECKED_TOKENS, CHECKED_STEPS = 512, 32
+"""Longest part of the first batch's shortest and longest prompt that the self-check computes in two ways, and the most
+of its tokens that are decoded one by one."""
 ONE_THREAD_WORK = 20_000_000
 """Parameters × rows of a decode step below which a second thread costs more than it gives (measured: 1.4× slower)."""
 
 Loop: TypeAlias = NativeLoop | HFLoop
+WORDS: Mapping[type[Loop], str] = {
+    NativeLoop: "the native decoder",
+    HFLoop: "generation by the model's own forward",
+    WholeRows: "generation without a cache",
+}
+"""Loops in words, fastest first."""
 
 
 class TransformersEngine(Batcher):
@@ -65,7 +75,16 @@ class TransformersEngine(Batcher):
             weights = {name: (model, name) for name in names}
         self.max_context = context_limit(settings, setup.max_context)
         self.rules = Rules(tokenizer, ends, settings.vocab_size, self.max_context, setup.adapters)
-        super().__init__(RowDecoder(weights, self.rules, config, setup.threads), config.schedule)
+        checked = setup.weights is None or setup.weights.selfcheck
+        decoder = RowDecoder(weights, self.rules, config, setup.threads, checked=checked)
+        self.ways: list[Way] = []
+        """Results of the self-check, by set of weights."""
+        if setup.weights is not None and checked:
+            half = causal.dtype in (torch.bfloat16, torch.float16)
+            rows = probes(tokenizer, settings.vocab_size, self.max_context, half=half)
+            with drawn_adapters(model):
+                self.ways = [way for name in weights if (way := decoder.check(name, rows)) is not None]
+        super().__init__(decoder, config.schedule)
         # A GPU takes other kernels for other sizes of a batch, and rounds another way.
         self.repeats_greedy = next(model.parameters()).device.type == "cpu"
 
@@ -78,8 +97,8 @@ class TransformersEngine(Batcher):
 class RowDecoder:
     """Decoder of a batch: synchronous, one decode boundary at a time. Driven by the batcher.
 
-    Each set of weights has a loop with a cache of its own, and they are stepped in turn. A native decoder is compared
-    with the model's own forward on its first prompt; where they differ, that forward generates.
+    Each set of weights has a loop with a cache of its own, and they are stepped in turn. Loops are compared with the
+    model's plain forward (`check`); where they differ, the next slower one generates.
 
     Args:
         weights: name -> a causal LM, and the adapter of it that is meant (None: whichever is active); every row names
@@ -89,6 +108,7 @@ class RowDecoder:
             rows × longest prompt, and most tokens of shared prefixes that are stored.
         threads: torch threads of heavy work, None: torch's own number; light steps take one. The choice depends on
             shapes alone, so equal batches run with equal threads.
+        checked: compare the loops with the model's plain forward on their first prompts.
 
     Raises:
         ConfigError: `own`, and the native decoder does not know the model.
@@ -100,6 +120,7 @@ class RowDecoder:
         rules: Rules,
         config: TransformersConfig,
         threads: int | None = None,
+        checked: bool = True,
     ):
         self.weights = weights
         self.rules = rules
@@ -118,7 +139,7 @@ class RowDecoder:
                 self.loops[name] = loop
             else:
                 self.loops[name] = HFLoop(model, adapter)
-        self._unchecked = {name for name, loop in self.loops.items() if isinstance(loop, NativeLoop)}
+        self._unchecked = set(self.loops) if checked else set()
         self._rows: dict[PendingRequest, BatchRow] = {}
         """Rows in flight; those of one set of weights stand in the order that its loop has them in."""
         self._version = 0
@@ -235,42 +256,55 @@ class RowDecoder:
 
     def _prefill(self, name: str, rows: list[BatchRow]) -> torch.Tensor:
         if name in self._unchecked:
-            self._check(name, rows[0])
+            self._unchecked.remove(name)
+            # Of the run itself: they have the lengths and the special tokens that matter here.
+            prompts = sorted({row.prompt_ids[:CHECKED_TOKENS] for row in rows}, key=len)
+            compared = [Probe(ids[: -(-len(ids) // 2)], ids[-(-len(ids) // 2) :][:CHECKED_STEPS]) for ids in prompts]
+            if ends := [row for row in (compared[0], compared[-1]) if row.completion_ids]:
+                self.loops[name].stop()  # it notes the model's training modes anew at the next start
+                self.check(name, ends)
+                self.loops[name].start()
         return self.loops[name].prefill(rows)
 
-    def _check(self, name: str, row: BatchRow) -> None:
-        """Compare log-probabilities of a native loop after a prompt and one more token with the model's own."""
-        self._unchecked.remove(name)
+    def check(self, name: str, rows: Sequence[Probe]) -> Way | None:
+        """Compare the log-probabilities of given rows by a loop with those of the model's plain forward.
+
+        A loop that differs makes room, for the rest of the run, to the next slower one.
+
+        Returns:
+            The loop in use; None for weights that have diverged, of which requests will say so.
+
+        Raises:
+            ConfigError: no loop agrees.
+        """
         model, adapter = self.weights[name]
-        # A prompt of the run itself, not a made-up one: it has the lengths and special tokens that matter here. One
-        # more token after it, so that the step with a cache is compared as well as the prefill.
-        ids = row.prompt_ids[:CHECKED_TOKENS]
-        request = Request(prompt_ids=ids, sampling=Sampling(max_tokens=1))
-        probe = BatchRow(request=request, limit=1, uniforms=row.uniforms)
-        outputs = []  # of each loop: (2, vocabulary), after the prompt and after one more token
-        for loop in (self.loops[name], HFLoop(model, adapter)):
-            loop.start()
+        half = next(model.parameters()).dtype in (torch.bfloat16, torch.float16)
+        reference = HFLoop(model, adapter)
+        with torch.no_grad(), reference.using_adapter():
+            plain = plain_logprobs(model, rows)
+            noise = padding_noise(model, rows, plain) if half else 0.0
+        if not all(math.isfinite(number) for row in plain for number in row):
+            return None
+        while True:
+            loop = self.loops[name]
+            words = WORDS[type(loop)]
+            # Whatever a model's own code raises where it is not made for a loop.
             try:
-                outputs.append(torch.cat([loop.prefill([probe]), loop.step([ids[0]])]))
-            finally:
-                loop.stop()
-                loop.forget()
-        native, reference = (logits.float().log_softmax(dim=-1) for logits in outputs)
-        gaps, half = (native - reference).abs(), outputs[1].dtype != torch.float32
-        # The mean over sampled tokens, without sampling: each token of the vocabulary by its probability.
-        difference = float((reference.exp() * gaps).sum(dim=-1).mean() if half else gaps.max())
-        tolerance = HALF_TOLERANCE if half else TOLERANCE
-        # Of diverged weights both fail, and the request says so.
-        if bool(torch.isfinite(reference).all()) and not difference <= tolerance:
+                way = Way.compared(words, _replayed(loop, rows), plain)
+                fault = way.fault(half=half, noise=noise)
+            except Exception as error:
+                fault = f"{words} fails ({type(error).__name__}: {error})"
+            if not fault:
+                return way
+            following = {NativeLoop: HFLoop, HFLoop: WholeRows}.get(type(loop))
+            if following is None:
+                raise ConfigError(f"model.path: the engine cannot serve this model: against its plain forward, {fault}")
+            self.loops[name] = following(model, adapter)
             LOG.warning(
-                "engine.loop: the native decoder differs from the model's forward by %.2g in a log-probability "
-                "(tolerance %.2g); the model's own forward generates (slower)",
-                difference,
-                tolerance,
+                "engine.loop: against the model's plain forward, %s; what serves now is %s (slower)",
+                fault,
+                WORDS[following],
             )
-            # For the rest of the run: a decoder that is wrong once is wrong for every prompt.
-            self.loops[name] = HFLoop(model, adapter)
-        self.loops[name].start()
 
     @contextmanager
     def _threads(self, tokens: int) -> Iterator[None]:
@@ -285,6 +319,40 @@ class RowDecoder:
             yield
         finally:
             torch.set_num_threads(before)
+
+
+@torch.no_grad()
+def _replayed(loop: Loop, rows: Sequence[Probe]) -> list[list[float]]:
+    """Return the completions' log-probabilities as they would be recorded if these very tokens were sampled together.
+
+    Rows leave as they end, so that all that a loop does is done: prefill, steps, rows that go.
+    """
+    made = [
+        BatchRow(
+            request=Request(prompt_ids=row.prompt_ids, sampling=Sampling(max_tokens=len(row.completion_ids))),
+            limit=len(row.completion_ids),
+            uniforms=np.empty(0),
+        )
+        for row in rows
+    ]
+    found: list[list[float]] = [[] for _ in rows]
+    loop.start()
+    try:
+        logits, alive = loop.prefill(made), list(range(len(rows)))
+        while alive:
+            tokens = [rows[i].completion_ids[len(made[i].ids)] for i in alive]
+            for i, token, logprob in zip(alive, tokens, logprobs_of(logits, tokens), strict=True):
+                made[i].ids.append(token)
+                found[i].append(logprob)
+            staying = [place for place, i in enumerate(alive) if len(made[i].ids) < made[i].limit]
+            if len(staying) < len(alive):
+                alive = [alive[place] for place in loop.keep(staying)]
+            if alive:
+                logits = loop.step([made[i].ids[-1] for i in alive])
+    finally:
+        loop.stop()
+        loop.forget()
+    return found
 
 
 def _is_native(model: torch.nn.Module, choice: str) -> bool:

@@ -13,7 +13,9 @@ from typing import Any
 from unittest.mock import MagicMock, patch
 
 from mmrl.config import StartConfig
+from mmrl.config.engines import TransformersConfig
 from mmrl.engines.base import EngineSetup
+from mmrl.engines.embedded.transformers_engine import TransformersEngine
 from mmrl.engines.vllm.command import resources
 from mmrl.errors import MmrlError, ToolFailure
 from mmrl.models.chat import render_prompt
@@ -38,6 +40,7 @@ from mmrl.trainer.adapters import make_adapters
 from tests.config.effects import Options, acts, refused
 from tests.config.effects.algo import requests
 from tests.config.effects.training import BOTH, EVAL, TRAIN, collected, collector_of, config_of, root
+from tests.helpers.engines import model, tokenizer
 from tests.helpers.programs import Chain, FakeEngine, FakeTask, environment, seeded_letter
 from tests.helpers.runs import fake_run
 from tests.helpers.trainer_cases import make_calls, make_trainer
@@ -76,7 +79,8 @@ def loaded(name: str, options: Options, folder: Path) -> object:
     """The weights: their type and sum; and what computes with them."""
     model = load_model(root(name, options).model, "cpu")
     weights = next(model.parameters())
-    return weights.dtype, weights.double().sum().item(), {type(part).__name__ for part in model.modules()}
+    parts = {type(part).__name__ for part in model.modules()}
+    return weights.dtype, weights.double().sum().item(), parts, model.config._attn_implementation
 
 
 def asked_for(name: str, options: Options, folder: Path) -> object:
@@ -133,11 +137,27 @@ acts(BOTH, "model.chat_template", rendered, None, "shout.jinja")
 acts(BOTH, "model.thinking", rendered, False, True, model__chat_template="thinks.jinja")
 acts(BOTH, "model.dtype", loaded, "float32", "bfloat16")
 acts(BOTH, "model.matmul", loaded, "torch", "onednn")
+acts(BOTH, "model.attention", loaded, "auto", "eager")
 acts(BOTH, "model.revision", asked_for, None, "v2")
 acts(TRAIN, "model.lora.r model.lora.alpha", adapted, 4, 8)
 acts(TRAIN, "model.lora.dropout", adapted, 0.0, 0.5)
 acts(TRAIN, "model.lora.targets", adapted, ("q_proj",), ("v_proj",))
 acts(TRAIN, "model.gradient_checkpointing", recomputing, False, True)
+
+
+def checked(name: str, options: Options, folder: Path) -> object:
+    """Ways that an engine and a trainer compare with the plain forward."""
+    section = config_of(options).model
+    engine = TransformersEngine(
+        model(),
+        tokenizer(),
+        TransformersConfig(),
+        EngineSetup(threads=1, weights=section.model_copy(update={"lora": None})),
+    )
+    return [way.name for way in (*engine.ways, *make_trainer(folder, selfcheck=section.selfcheck).ways)]
+
+
+acts(BOTH, "model.selfcheck", checked, True, False)
 acts(TRAIN, "model.name", titled, "one", "other")
 acts(TRAIN, "model.modules.adapter", assigned, None, "mine")
 acts(TRAIN, "model.modules.lr", assigned, None, 0.5)

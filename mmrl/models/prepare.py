@@ -1,0 +1,127 @@
+"""The config of a model before it is built: no noise in its forwards, an attention that computes all of it.
+
+Refuses what no causal language model of transformers can be trained from. Used by `load`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from mmrl.config import ModelConfig
+from mmrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+NOISE = re.compile("drop|jitter|noise")
+"""In the name of a number of a config: noise of the forwards in training."""
+READ_ALWAYS = (("phimoe", "router_jitter_noise"),)
+"""Model and number with such a name that its forwards read in evaluation too: how near experts count as equal."""
+CAP = re.compile("att.*cap")
+"""In the name of a number: a cap of attention's logits, which SDPA passes over without a word."""
+BOTH_WAYS = (
+    ("is_decoder", False),
+    ("is_causal", False),
+    ("causal", False),
+    ("attn_type", "bi"),
+    ("use_bidirectional_attention", True),
+    ("use_bidirectional_attention", "all"),
+)
+"""Values of a config with which a token sees those after it too."""
+ALWAYS_CAUSAL = ("gpt_neox", "gpt_neox_japanese")
+"""Models that pass over `is_decoder`."""
+
+
+def refuse_config(config: PreTrainedConfig, path: str) -> None:
+    """Refuse what a config alone shows to be no causal language model, or none that can be trained.
+
+    Raises:
+        ConfigError: quantised weights, an encoder, an encoder-decoder, or a class that transformers does not have.
+    """
+    from transformers import AutoModelForCausalLM
+
+    kind = f"model.path: '{path}' is a model of the kind {config.model_type}"
+    if quantised := getattr(config, "quantization_config", None):
+        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised.quant_method
+        bits = (
+            quantised.get("bits") or (quantised.get("load_in_4bit") and 4) if isinstance(quantised, Mapping) else None
+        )
+        raise ConfigError(
+            f"model.path: the weights of '{path}' are quantised ({method}{f', {bits} bits' if bits else ''}), and mmrl "
+            "trains and samples in bfloat16 or float32; take the model that they were made from"
+        )
+    if config.is_encoder_decoder:
+        raise ConfigError(f"{kind}, an encoder with a decoder; expected a causal language model")
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ConfigError(f"{kind}, of which transformers has no causal language model")
+    text = config.get_text_config()
+    if text.model_type in ALWAYS_CAUSAL:
+        return
+    for name, value in BOTH_WAYS:
+        if getattr(text, name, None) == value:
+            raise ConfigError(
+                f"{kind}, with {name}={str(value).lower()} in its config.json: its tokens see those after them, so it "
+                "cannot generate token by token; expected a causal language model"
+            )
+
+
+def switch_noise_off(config: PreTrainedConfig) -> None:
+    """Set every dropout and jitter of a config to 0, in place, before a model copies them.
+
+    The loss's ratio compares log-probabilities of one policy, so forwards are deterministic.
+    """
+    for name, value in vars(config).items():
+        if hasattr(value, "get_text_config"):
+            switch_noise_off(value)
+        elif isinstance(value, float) and NOISE.search(name) and (config.model_type, name) not in READ_ALWAYS:
+            setattr(config, name, 0.0)
+
+
+def keep_still(model: PreTrainedModel) -> None:
+    """Switch off the noise of a built model that no number of its config stands for."""
+    import torch
+
+    for module in model.modules():
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        elif any(hasattr(module, name) for _, name in READ_ALWAYS):
+            # It draws experts at random in training: in evaluation mode it takes the likeliest, as the sampler does.
+            module.register_forward_pre_hook(lambda router, _: router.eval() and None)
+
+
+def choose_attention(config: PreTrainedConfig, kind: type[PreTrainedModel], model: ModelConfig) -> str:
+    """Return the attention that a class computes all of a config with, or the one that the user wants.
+
+    Args:
+        kind: the class that the config's model is of.
+
+    Raises:
+        ConfigError: one that the class does not have, or that passes over a part of the config.
+    """
+    from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+
+    available = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
+    capped = next(
+        (name for name, value in vars(config.get_text_config()).items() if CAP.search(name) and _is_number(value)), None
+    )
+    wanted = model.attention
+    if wanted == "auto":
+        return "sdpa" if kind._supports_sdpa and capped is None else "eager"
+    has = {"eager": True, "sdpa": kind._supports_sdpa}
+    fault = "" if has.get(wanted, kind._supports_flash_attn) else f"which {kind.__name__} does not have"
+    if wanted == "sdpa" and capped is not None:
+        fault = f"which passes over {capped} of {kind.__name__}"
+    if wanted in available and not fault:
+        if not available[wanted]():
+            fault = f"whose package ({wanted.replace('attention', 'attn')}) is not installed here, or finds no GPU"
+        elif model.dtype == "float32":
+            fault = "which computes in 16 bits alone, and model.dtype=float32"
+    if fault:
+        raise ConfigError(f"model.attention: got {wanted}, {fault}; expected auto, or another one")
+    return wanted
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and value > 0

@@ -1,0 +1,95 @@
+"""Replies read back: the message that a model's special tokens and tags spell, where that is known.
+
+The tokenizer says how (`response_template`), or TRL, which knows published chat templates by their text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from copy import copy
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from mmrl.models.chat import template_of
+from mmrl.models.template import USER, Template, Tools
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_READERS: WeakKeyDictionary[Template, PreTrainedTokenizerBase | None] = WeakKeyDictionary()
+"""Copies of tokenizers that read replies; the originals are saved with checkpoints."""
+_PROBLEMS: WeakKeyDictionary[Template, str] = WeakKeyDictionary()
+
+
+def reader(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase | None:
+    """Return a copy of the tokenizer that reads replies; None where nobody knows how."""
+    template = template_of(tokenizer)
+    if template not in _READERS:
+        found = copy(tokenizer)
+        known = getattr(found, "response_template", None) is not None
+        if not known:
+            from trl.chat_template_utils import add_response_schema
+
+            with suppress(ValueError):
+                add_response_schema(found)
+                known = True
+        _READERS[template] = found if known else None
+    return _READERS[template]
+
+
+def content(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str | None:
+    """Return the content of a reply, without thoughts and tool calls; None where it cannot be read."""
+    if (found := reader(tokenizer)) is None:
+        return None
+    text = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    try:
+        # Any prompt says what the template writes of the reply itself.
+        message = found.parse_response(text, prefix=template_of(tokenizer).write([USER]))
+    except (ValueError, TypeError):
+        return None
+    return str(message.get("content") or "")
+
+
+def message_of(
+    tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], ids: Sequence[int], tools: Tools
+) -> Mapping[str, Any]:
+    """Return `content`, and where there are any `tool_calls` and `reasoning_content`, of a completion.
+
+    A tool call that cannot be read is content.
+    """
+    from trl.chat_template_utils import parse_response
+
+    if not ids:  # a reply exchanged for nothing (CCPO), which transformers takes for an empty batch
+        return {"content": ""}
+    found = reader(tokenizer)
+    assert found is not None  # `tools_problem` was asked
+    message = parse_response(found, list(ids), prefix=list(prompt), tools=[dict(tool) for tool in tools])
+    if "thinking" in message:  # as some templates call it
+        message["reasoning_content"] = message.pop("thinking")
+    return message
+
+
+def tools_problem(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the reason why a model cannot be given tools; empty where it can."""
+    template = template_of(tokenizer)
+    if template not in _PROBLEMS:
+        _PROBLEMS[template] = _tools_problem(tokenizer)
+    return _PROBLEMS[template]
+
+
+def _tools_problem(tokenizer: PreTrainedTokenizerBase) -> str:
+    from trl.chat_template_utils import supports_tool_calling
+
+    try:
+        written = supports_tool_calling(tokenizer)
+    except Exception:  # a template calls what it likes
+        written = False
+    if not written:
+        return "the model's chat template does not write them"
+    if reader(tokenizer) is None:
+        return (
+            "nobody knows how to read the tool calls of the model's chat template; give the tokenizer a "
+            "response_template"
+        )
+    return ""

@@ -1,0 +1,186 @@
+"""The self-check: every way in which a run computes log-probabilities against the model's own plain forward.
+
+Engines and trainer batch, pad, cache and pack rows, and each of these is right for some architectures alone. None of
+their errors shows in a loss. So two short rows are computed in each way before anything is sampled, and a few calls of
+the first batch before anything is trained (`model.selfcheck`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mmrl.models.chat import encode_text
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+EXACT = 1e-4
+"""Largest difference of log-probabilities in float32 that the order of sums explains."""
+FLOOR, TIMES = 0.02, 4
+"""In half precision: the median difference that is always allowed, and how many times that of padding alone."""
+LEAST_TOKENS = 64
+"""Fewest tokens whose median tells a wrong way from rounding, of which single tokens may have more than 0.5."""
+TEXT = (
+    "A model reads this text once by itself, and once in the way that a run will take. Both must agree: token by "
+    "token, in 1 row or 2, whether a row is short or long; otherwise what is sampled is not what is trained."
+)
+_DRAWN = 0.002
+"""Standard deviation of the adapters' drawn weights: large enough that an adapter which is left out shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A row of the check: tokens that are given, and tokens whose log-probabilities are compared."""
+
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to compute log-probabilities, compared with another; differences in nats."""
+
+    name: str
+    largest: float
+    median: float
+    tokens: int
+
+    @classmethod
+    def compared(cls, name: str, first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]) -> Way:
+        """Compare two computations of the same rows."""
+        # NumPy's, since one NaN must stay one.
+        gaps = np.abs(np.concatenate([np.subtract(a, b) for a, b in zip(first, second, strict=True)]))
+        return cls(name, float(gaps.max()), float(np.median(gaps)), len(gaps))
+
+    def fault(self, *, half: bool, noise: float = 0.0) -> str:
+        """Return what is wrong, in words; empty where rounding explains the difference.
+
+        Args:
+            half: computed in bfloat16 or float16, where a median of fewer than `LEAST_TOKENS` says nothing.
+            noise: median difference that padding alone makes in the same type.
+        """
+        allowed = max(FLOOR, TIMES * noise) if half else EXACT
+        if half and self.tokens < LEAST_TOKENS and np.isfinite(self.largest):
+            return ""
+        found = self.median if half else self.largest
+        kind = "in the median" if half else "at most"
+        if found <= allowed:
+            return ""
+        return f"log-probabilities of {self.name} differ by {found:.2g} ({kind} {allowed:.2g} is rounding)"
+
+
+def probes(
+    tokenizer: PreTrainedTokenizerBase, vocabulary: int, context: int | None, *, half: bool
+) -> tuple[Probe, Probe]:
+    """Return two rows of unlike lengths that begin with the same tokens, of at most `context` tokens.
+
+    Args:
+        vocabulary: of the model; ids of a tokenizer that has more are taken modulo this.
+        half: more tokens are compared.
+    """
+    ids = [token % vocabulary for token in encode_text(tokenizer, TEXT)]
+    if len(set(ids)) < 16:  # a tokenizer of other signs than letters
+        ids = [number * number % vocabulary for number in range(96)]
+    ids *= -(-96 // len(ids))
+    short, long = (24, 44) if half else (6, 12)
+
+    def probe(row: Sequence[int], count: int) -> Probe:
+        row = row[:context]
+        count = min(count, len(row) // 2)
+        return Probe(tuple(row[: len(row) - count]), tuple(row[len(row) - count :]))
+
+    return probe(ids[: 24 + short], short), probe([*ids[:8], *ids[9 : 37 + long]], long)
+
+
+def logprobs_of(logits: torch.Tensor, ids: Sequence[int], temperature: float = 1.0) -> list[float]:
+    """Return the log-probabilities of tokens, one for each row of `logits`, (T, V)."""
+    import torch
+
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    chosen = torch.tensor(ids, device=logits.device)
+    numbers: list[float] = (logits / temperature).log_softmax(dim=-1).gather(-1, chosen[:, None])[:, 0].tolist()
+    return numbers
+
+
+def plain_logprobs(model: torch.nn.Module, rows: Sequence[Probe], temperature: float = 1.0) -> list[list[float]]:
+    """Compute the completions' log-probabilities by the model's forward of each row alone: no padding, no cache."""
+    import torch
+
+    device, results = next(model.parameters()).device, []
+    with torch.no_grad(), evaluating(model):
+        for row in rows:
+            ids = torch.tensor([row.prompt_ids + row.completion_ids], device=device)
+            logits = model(input_ids=ids, use_cache=False).logits[0, len(row.prompt_ids) - 1 : -1]  # (T, V)
+            results.append(logprobs_of(logits, row.completion_ids, temperature))
+    return results
+
+
+def padding_noise(model: torch.nn.Module, rows: Sequence[Probe], plain: Sequence[Sequence[float]]) -> float:
+    """Return the median difference from `plain` when the rows are padded on the right to one length, in one forward."""
+    import torch
+
+    width = max(len(row.prompt_ids + row.completion_ids) for row in rows)
+    padded = [[*row.prompt_ids, *row.completion_ids] for row in rows]
+    ids = torch.tensor([row + [0] * (width - len(row)) for row in padded], device=next(model.parameters()).device)
+    with torch.no_grad(), evaluating(model):
+        logits = model(input_ids=ids, use_cache=False).logits  # (rows, width, V)
+    found = []
+    for row, own in zip(rows, logits, strict=True):
+        first = len(row.prompt_ids) - 1
+        found.append(logprobs_of(own[first : first + len(row.completion_ids)], row.completion_ids))
+    return Way.compared("padded rows", found, plain).median
+
+
+@contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Put a model in evaluation mode inside; the mode of each of its parts is as before at the end."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        model.eval()
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def drawn_adapters(model: torch.nn.Module) -> Iterator[None]:
+    """Give adapters small random weights inside, and take their dropout away; at the end they are as before.
+
+    At their start adapters add nothing, so whatever applies them wrongly would agree with whatever does not.
+    """
+    import torch
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    generator = torch.Generator().manual_seed(0)
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    weights: dict[int, torch.nn.Parameter] = {
+        id(weight): weight
+        for layer in layers
+        for name in layer.adapter_layer_names
+        for weight in getattr(layer, name).parameters()
+    }
+    dropouts = [part for layer in layers for part in layer.modules() if isinstance(part, torch.nn.Dropout)]
+    kept = [weight.detach().clone() for weight in weights.values()]
+    rates = [part.p for part in dropouts]
+    try:
+        with torch.no_grad():
+            for weight in weights.values():
+                drawn = torch.randn(weight.shape, generator=generator) * _DRAWN
+                weight.copy_(torch.where(weight == 0, drawn.to(weight), weight))
+        for part in dropouts:
+            part.p = 0.0
+        yield
+    finally:
+        with torch.no_grad():
+            for weight, before in zip(weights.values(), kept, strict=True):
+                weight.copy_(before)
+        for part, rate in zip(dropouts, rates, strict=True):
+            part.p = rate

@@ -1,0 +1,47 @@
+"""Every causal language model of transformers, tiny: right in each way that it takes, or refused in known words."""
+
+import pytest
+
+from scripts.models.architectures import BEYOND, architectures, model_types
+from scripts.models.known import FAULTS, NO_CACHE, REFUSED
+from scripts.models.measure import GRADIENT_TOLERANCE, TOLERANCE, measure
+
+ALL = architectures()
+SOME = {*ALL[::3]}
+"""Every third is quick to test; all of them are slow together."""
+WAYS = {"engine", "engine again", "padded", "training", "gradient", "adapter"}
+
+
+def cases():
+    """An architecture each, with its marks."""
+    for name in ALL:
+        marks = [] if name in SOME else [pytest.mark.slow]
+        if name in FAULTS:
+            marks.append(pytest.mark.xfail(strict=True, reason=": ".join(FAULTS[name])))
+        yield pytest.param(name, marks=marks)
+
+
+@pytest.mark.parametrize("name", [*cases()])
+def test_every_way_agrees_with_the_plain_forward_or_is_refused(name):
+    found = measure(name)
+    plain, loop = found.pop("plain"), found.pop("loop", "")
+    if name in REFUSED:
+        # What a run meets first: before it starts, else at its engine.
+        assert REFUSED[name] in found.get("load", found.get("engine"))
+        return
+    assert plain <= TOLERANCE, "the model is not causal"
+    assert not (words := {way: value for way, value in found.items() if isinstance(value, str)}), words
+    assert found.keys() >= WAYS
+    wrong = {way: value for way, value in found.items() if not value <= allowed(way)}
+    assert not wrong
+    assert (loop == "generation without a cache") == (name in NO_CACHE)
+
+
+def allowed(way):
+    """The largest difference that rounding explains."""
+    return GRADIENT_TOLERANCE if way == "gradient" else TOLERANCE
+
+
+def test_what_is_known_is_known_of_something():
+    assert {*REFUSED, *NO_CACHE, *FAULTS} <= {*ALL}
+    assert {*BEYOND} <= {*model_types()}

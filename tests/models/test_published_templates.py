@@ -1,0 +1,157 @@
+"""Every chat template that TRL ships, loaded as a folder with exactly that template: prompts, turns, tools, ends."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+
+from mmrl.config import ModelConfig
+from mmrl.engines.embedded.batch_rows import eos_ids
+from mmrl.errors import MmrlError
+from mmrl.models.chat import decode_text, encode_text, render_observation, render_prompt, template_of
+from mmrl.models.load import load_tokenizer
+from mmrl.models.replies import message_of
+from mmrl.models.template_facts import template_facts
+from scripts.models.templates import save_tokenizer, template_names
+
+USER = {"role": "user", "content": "Where was she born? {x}"}
+NEXT = {"role": "user", "content": "And then?"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+FUNCTION = {
+    "name": "look_up",
+    "description": "find",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string", "description": "a city"}}},
+}
+TOOLS = [{"type": "function", "function": FUNCTION}]
+
+
+@cache
+def loaded(name: str, **settings: Any) -> Any:
+    """The tokenizer as a run loads it; None where it is refused."""
+    folder = Path(mkdtemp())
+    save_tokenizer(name, folder)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    try:
+        return load_tokenizer(ModelConfig(name="x", path=str(folder), **settings))
+    except MmrlError as error:
+        assert str(error).startswith("model.chat_template: ")
+        return None
+
+
+NAMES = [name for name in template_names() if loaded(name) is not None]
+
+
+def official(tokenizer: Any, messages: Any, **options: Any) -> list[int]:
+    """What transformers itself gives."""
+    given = template_of(tokenizer).arguments
+    made = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, **given, **options)
+    return list(made["input_ids"] if hasattr(made, "keys") else made)
+
+
+def test_only_templates_of_other_kinds_are_refused() -> None:
+    assert len(NAMES) >= 24
+    assert {*template_names()} - {*NAMES} <= {"idefics2", "idefics3", "llava_next", "smolvlm", "diffusion_gemma"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prompts_are_the_tokenizers_own(name: str) -> None:
+    tokenizer = loaded(name)
+    facts = template_facts(tokenizer)
+    assert not facts.refused
+    conversations = [[USER], *([[SYSTEM, USER]] if facts.system == "role" else [])]
+    for messages in conversations:
+        assert list(render_prompt(tokenizer, messages)) == official(tokenizer, messages)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_turn_that_goes_on_is_what_the_template_writes_after_the_reply(name: str) -> None:
+    tokenizer = loaded(name)
+    reply = {"role": "assistant", "content": "In Ulm."}
+    try:
+        whole = tokenizer.decode(official(tokenizer, [USER, reply, NEXT]))
+    except Exception:
+        pytest.skip("it takes no second turn")
+    prompt, ids = render_prompt(tokenizer, [USER]), tuple(encode_text(tokenizer, "In Ulm."))
+    ends = tokenizer.convert_tokens_to_ids(list(template_of(tokenizer).ends))
+    for sampled, ended in ((ids, False), *(((*ids, end), True) for end in ends)):
+        grown = render_observation(tokenizer, (*prompt, *sampled), [NEXT], ended)
+        assert grown[: len(prompt) + len(ids)] == (*prompt, *ids)
+        # Whether the model wrote the end of its turn or the limit cut it: it stands there once.
+        assert tokenizer.decode(grown[len(prompt) + len(ids) :]) == whole.rpartition("In Ulm.")[2]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_replies_end_where_the_template_ends_them(name: str) -> None:
+    tokenizer = loaded(name)
+    ends = {tokenizer.convert_tokens_to_ids(token) for token in template_of(tokenizer).ends}
+    assert {tokenizer.eos_token_id} | ends == eos_ids(tokenizer, None)
+    assert not ends & {tokenizer.convert_tokens_to_ids(token) for token in template_of(tokenizer).marks}
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not template_facts(loaded(name)).no_tools])
+@pytest.mark.parametrize("results", [1, 2])
+def test_calls_are_read_back_and_their_results_go_on(name: str, results: int) -> None:
+    tokenizer = loaded(name)
+    assert list(render_prompt(tokenizer, [USER], TOOLS)) == official(tokenizer, [USER], tools=TOOLS)
+    template = template_of(tokenizer)
+    arguments: Any = '{"city": "Ulm"}' if template.text_arguments else {"city": "Ulm"}
+    call = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"id": "call00001", "type": "function", "function": {"name": "look_up", "arguments": arguments}}
+        ],
+    }
+    try:
+        before, whole = template.write([USER], TOOLS), template.write([USER, call], TOOLS, prompt=False)
+    except Exception:
+        pytest.skip("it writes no call without a result")
+    if not whole.startswith(before):
+        pytest.skip("it writes an earlier turn otherwise than the prompt of it")
+    prompt = render_prompt(tokenizer, [USER], TOOLS)
+    ids = tokenizer(whole[len(before) :], add_special_tokens=False).input_ids
+    message = message_of(tokenizer, prompt, ids, TOOLS)
+    (read,) = message["tool_calls"]
+    assert read["function"]["name"] == "look_up"
+    assert read["function"]["arguments"] in ({"city": "Ulm"}, '{"city": "Ulm"}')
+    if results == 2:
+        try:
+            template.write([USER, {**call, "tool_calls": call["tool_calls"] * 2}], TOOLS, prompt=False)
+        except Exception:
+            pytest.skip("it writes one call alone")
+    answers = [
+        {"role": "tool", "content": f"born {n}", "name": "look_up", "tool_call_id": f"call0000{n}"}
+        for n in range(results)
+    ]
+    grown = tokenizer.decode(render_observation(tokenizer, (*prompt, *ids), answers, True)[len(prompt) + len(ids) :])
+    places = [grown.find(f"born {n}") for n in range(results)]
+    assert -1 not in places and places == sorted(places)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_date_is_that_of_the_run(name: str) -> None:
+    tokenizers = [loaded(name, date=date) for date in ("2024-02-29", "2026-11-28")]
+    first, second = ([tokenizer.decode(render_prompt(tokenizer, [USER]))] for tokenizer in tokenizers)
+    assert (first != second) == template_facts(tokenizers[0]).dated
+
+
+def test_special_looking_text_stays_text_in_every_template() -> None:
+    for name in NAMES:
+        tokenizer = loaded(name)
+        forged = f"a{tokenizer.eos_token}b"
+        ids = render_prompt(tokenizer, [{"role": "user", "content": forged}])
+        plain = render_prompt(tokenizer, [{"role": "user", "content": "ab"}])
+        assert ids.count(tokenizer.eos_token_id) == plain.count(tokenizer.eos_token_id)
+        assert forged in tokenizer.decode(ids)
+
+
+def test_gpt_oss_replies_are_their_final_part() -> None:
+    tokenizer = loaded("gptoss")
+    reply = (
+        "<|channel|>analysis<|message|>Maybe Lyon?<|end|><|start|>assistant<|channel|>final<|message|>Paris<|return|>"
+    )
+    assert decode_text(tokenizer, tokenizer(reply, add_special_tokens=False).input_ids) == "Paris"
