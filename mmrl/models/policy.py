@@ -19,7 +19,7 @@ from mmrl.config.base import FETCHED, SHIPPED, reasons, value_at
 from mmrl.config.other_stages import PROMPT_SCHEMAS
 from mmrl.config.validate import revealed
 from mmrl.errors import ConfigError
-from mmrl.system.files import atomic_write, differences, digests, read_yaml
+from mmrl.system.files import atomic_write, differences, digests, read_yaml, similar
 
 POLICY = "policy.json"
 """File of a run without checkpoints that describes its policy, once it has one (`write_policy`)."""
@@ -312,7 +312,8 @@ def resolve(text: str, prompts: str | None = None) -> Policy:
     ):
         return Policy(base=text, prompts=prompts)
     if not folder.is_dir():
-        raise ConfigError(f"policy: got '{text}', expected a run, checkpoint, adapter, model folder or hub id")
+        expected = "expected a run, checkpoint, adapter, model folder or hub id"
+        raise ConfigError(f"policy: got '{text}', {expected}{similar(folder)}")
     if (folder / POLICY).is_file():
         # A run of prompts has the weights that it started with, a set of runs in turn those of its last one.
         return replace(resolve(_weights_of(folder)), prompts=prompts or prompts_of(text)[1])

@@ -6,6 +6,7 @@ at trailing means over a window of steps, so that one odd batch does not ring.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -26,6 +27,10 @@ NEVER_FACTS = (*FAULT_FACTS, "action_none")
 MUST_BE_FINITE = ("train/loss", "train/grad_norm", "train/kl", "reward/mean")
 
 
+CUT_SHARE = "/finish_length_share"
+"""End of the keys of the share of replies that are cut."""
+MODULES = ("module/", "turn/")
+"""Beginnings of the keys of modules and turns."""
 ALL_FAILED = 0.95
 """Share of rollouts that failed from which on an alarm need not wait for a window of steps."""
 NEVER_VALID = 0.05
@@ -61,27 +66,36 @@ def alarms(history: History, window: int = WINDOW, extra: Sequence[AlarmRule] = 
     return sorted(_with_causes(raised, history), key=lambda alarm: (alarm.step, alarm.name, alarm.key))
 
 
-CAUSES = ("replies_cut", "never_parses", "prompt_too_long", "limits")
-"""Alarms that explain equal rewards, the first cause first."""
+CAUSES = {
+    "zero_variance": ("replies_cut", "never_parses", "prompt_too_long", "limits"),
+    "never_parses": ("replies_cut",),
+    "format_falling": ("replies_cut",),
+}
+"""Alarm -> alarms that explain it, the first cause first."""
 
 
 def _with_causes(raised: Sequence[Alarm], history: History) -> list[Alarm]:
-    """Put equal rewards down to what causes them where nothing parses, or most rollouts fail."""
+    """Put alarms down to what causes them: replies that are cut or do not parse, or how most rollouts fail."""
     last = max((record["step"] for record in history), default=0)
 
-    def explains(other: Alarm, alarm: Alarm) -> bool:
+    def explains(name: str, other: Alarm, alarm: Alarm) -> bool:
         end = last if alarm.until is None else alarm.until
-        if other.name not in CAUSES or not other.step <= end <= (other.until or last):
+        # Also of replies that have grown until they are cut.
+        found = "replies_cut" if other.key.endswith(CUT_SHARE) else other.name
+        if name != found or not other.step <= end <= (other.until or last):
+            return False
+        # What a module or turn writes is explained by its own replies alone.
+        if alarm.key.startswith(MODULES) and alarm.key.rpartition("/")[0] != other.key.rpartition("/")[0]:
             return False
         steps, shares = _curve(history, other.key)
         stretch = shares[(steps >= alarm.step) & (steps <= end)]
         # Where half of the rollouts fail in one way, equal rewards are put down to it.
-        return other.name == "never_parses" or bool(stretch.mean() >= 0.5)
+        return name == "never_parses" or bool(len(stretch) and stretch.mean() >= 0.5)
 
     def message(alarm: Alarm) -> str:
-        explained = [other for other in raised if alarm.name == "zero_variance" and explains(other, alarm)]
-        causes = [other.message for other in sorted(explained, key=lambda other: CAUSES.index(other.name))]
-        return f"nearly all groups have equal rewards, since {causes[0]}" if causes else alarm.message
+        causes = (o.message for name in CAUSES.get(alarm.name, ()) for o in raised if explains(name, o, alarm))
+        cause = next(causes, None)
+        return f"{re.split('; |, so ', alarm.message)[0]}, since {cause}" if cause else alarm.message
 
     return [replace(alarm, message=message(alarm)) for alarm in raised]
 
@@ -256,8 +270,7 @@ def _not_finite(history: History, key: str) -> list[Alarm]:
 
 def module_keys(history: Iterable[Metrics], facts: tuple[str, ...]) -> list[str]:
     """Return the keys of modules and turns whose last part is one of `facts`."""
-    kinds = ("module/", "turn/")
-    return [key for key in keys_in(history) if key.startswith(kinds) and key.rsplit("/", 1)[1] in facts]
+    return [key for key in keys_in(history) if key.startswith(MODULES) and key.rsplit("/", 1)[1] in facts]
 
 
 def _stretches(name: str, key: str, steps: np.ndarray, rings: np.ndarray, message: Callable[[int], str]) -> list[Alarm]:

@@ -21,7 +21,7 @@ from mmrl.errors import CheckpointError, DataError
 from mmrl.records import Call, Forest, Rollout
 from mmrl.report.forest import check_forest, parse_forest
 from mmrl.report.rundir import RunDir
-from mmrl.system.files import JsonObject, atomic_write, dumps, gunzip, parse_jsonl
+from mmrl.system.files import JsonObject, atomic_write, dumps, gunzip, parse_jsonl, similar
 
 GZIP = b"\x1f\x8b"
 LARGEST_FILE = 2**30
@@ -192,7 +192,7 @@ def load_rollouts(path: Path) -> Forest:
         check_forest(forest, str(path))
         return forest
     except OSError as error:
-        hint = "; a journal is a file in RUN_DIR/journal" if path.is_dir() else ""
+        hint = "; a journal is a file in RUN_DIR/journal" if path.is_dir() else similar(path)
         raise DataError(f"rollouts: {path} cannot be read ({error.strerror or error}){hint}") from None
     except UnicodeDecodeError:
         raise DataError(f"rollouts: {path} is not UTF-8 text") from None

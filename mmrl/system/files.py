@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from mmrl.errors import ConfigError, DataError
+from mmrl.errors import ConfigError, DataError, nearest
 from mmrl.secrets import hide
 
 T = TypeVar("T")
@@ -91,6 +91,15 @@ def user_path(text: str) -> Path:
     if max(sizes, default=0) > LONGEST_NAME or sum(sizes) + len(sizes) > LONGEST_PATH:
         raise ConfigError(f"{text[:60]}…: got a path of {len(text)} characters, which no file can have")
     return path
+
+
+def similar(path: Path) -> str:
+    """Return `"; did you mean 'x'?"` for the name beside a path that is not there, or beside its first such folder."""
+    try:
+        missing = next((part for part in (*reversed(path.parents), path) if not part.exists()), None)
+        return nearest(missing.name, [entry.name for entry in missing.parent.iterdir()]) if missing is not None else ""
+    except OSError:  # nothing can be listed there
+        return ""
 
 
 @contextmanager
@@ -229,7 +238,7 @@ def read_yaml(path: Path) -> object:
         content: object = yaml.safe_load(path.read_text(encoding="utf-8"))
         values = _written_out(content, {})
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}{similar(path)}") from None
     except UnicodeDecodeError:
         raise DataError(f"{path}: cannot be read: not UTF-8 text") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date such as 2000-99-99

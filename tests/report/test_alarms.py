@@ -97,17 +97,34 @@ def test_equal_rewards_are_blamed_on_what_never_parses():
     assert "algo.group_size" in messages(history(**unparsed))["zero_variance"]
 
 
-def test_equal_rewards_are_blamed_on_cut_replies_before_what_that_causes():
-    found = messages(
-        history(
-            module__m__finish_length_share=lambda s: 0.92,
-            module__m__format_rate=lambda s: 0.02,
-            credit__zero_variance_share=lambda s: 1.0,
-        )
-    )
-    assert sorted(found) == ["never_parses", "replies_cut", "zero_variance"]
-    assert "since 92% of the replies are cut at the limit of task.max_tokens" in found["zero_variance"]
-    assert "easier" not in found["zero_variance"]
+CUT = "module__m__finish_length_share"
+
+
+def test_cut_replies_are_the_first_cause_of_what_follows_from_them():
+    illness = {"credit__zero_variance_share": lambda s: 1.0, "module__m__format_rate": lambda s: 0.0}
+    illness |= {"module__other__format_rate": lambda s: 0.0, "rollouts__failed__limit": lambda s: 24.0}
+    found = [(alarm.key, alarm.message) for alarm in alarms(history(**illness, **{CUT: lambda s: 0.92}))]
+    texts = dict(found)
+    assert len(texts) == len(found) == 5
+    cut = texts.pop("module/m/finish_length_share")
+    assert cut.startswith("92% of the replies are cut at the limit of task.max_tokens; raise task.max_tokens")
+    assert texts["credit/zero_variance_share"] == f"100% of the groups have equal rewards, since {cut}"
+    assert texts["module/m/format_rate"] == f"none of the replies can be parsed, since {cut}"
+    assert "cut" not in texts["module/other/format_rate"], "replies of another module"
+    # also where replies grew until they were cut, and not once they are no longer
+    grown = {"module__m__format_rate": lambda s: 1.0 if s < 20 else 0.0, CUT: lambda s: 0.0 if s < 20 else 1.0}
+    assert "task.max_tokens" in messages(history(**grown))["format_falling"]
+    illness[CUT] = lambda s: 0.92 if s < 20 else 0.0
+    assert "parsed" in messages(history(**illness))["zero_variance"]
+    # of a few it does not follow
+    illness = {"credit__zero_variance_share": lambda s: 1.0, CUT: lambda s: 0.4}
+    assert "algo.group_size" in messages(history(**illness))["zero_variance"]
+
+
+def test_replies_that_are_all_cut_ring_at_once():
+    (alarm,) = alarms(history(steps=1, **{CUT: lambda s: 1.0}))
+    assert (alarm.name, alarm.step, alarm.until) == ("replies_cut", 1, None)
+    assert alarms(history(steps=4, **{CUT: lambda s: 0.92})) == []
 
 
 @pytest.mark.parametrize(

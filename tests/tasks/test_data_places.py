@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+from pathlib import Path
 
 import pyarrow
 import pytest
@@ -10,8 +11,11 @@ from datasets import Dataset, DatasetDict
 
 from mmrl.config.tasks import DataConfig
 from mmrl.errors import ConfigError, DataError
+from mmrl.models.policy import resolve
+from mmrl.report.journal import load_rollouts
 from mmrl.tasks.data.corpus import Corpus
 from mmrl.tasks.data.rows import Source, same_rows
+from mmrl.tasks.prompts import load_prompts
 from tests.helpers.programs import saved
 
 ROWS = [{"id": f"r{n}", "question": f"Who made {n}?", "answer": ["Ada", str(n)], "more": {"n": n}} for n in range(9)]
@@ -105,11 +109,11 @@ def test_damaged_and_missing_shards_are_named(tmp_path):
     Dataset.from_list(ROWS).save_to_disk(tmp_path / "s", num_shards=2)
     shard = tmp_path / "s" / "data-00001-of-00002.arrow"
     whole = shard.read_bytes()
-    for content in (whole[: len(whole) // 2], b"x" * 100, b""):
+    for content in (whole[: len(whole) // 2], whole[:-8], b"x" * 100, b""):
         shard.write_bytes(content)
         assert str(shard) in refusal(tmp_path / "s")
     shard.unlink()
-    assert f"cannot read {shard}: " in refusal(tmp_path / "s")
+    assert f"{shard} is missing" in refusal(tmp_path / "s")
     for content in ("{", "[]", "{}", json.dumps({"_data_files": [1]})):
         (tmp_path / "s" / "state.json").write_text(content)
         assert "state.json': cannot be read" in refusal(tmp_path / "s")
@@ -148,8 +152,15 @@ def test_a_misspelt_name_finds_the_nearest(tmp_path, monkeypatch):
     # it could be a hub id
     assert refusal("shard/x").endswith("; did you mean 'shards'?")
     assert "did you mean" not in refusal("elsewhere.jsonl")
-    with pytest.raises(ConfigError, match=r"did you mean 'train\.jsonl'"):
-        Corpus(["trainn.jsonl"])
+    saved(tmp_path / "mine.yaml", "{}")
+    for read_at in (
+        lambda: Corpus(["trainn.jsonl"]),
+        lambda: load_prompts({}, "mien.yaml"),
+        lambda: load_rollouts(Path("trainn.jsonl")),
+        lambda: resolve("./shard"),
+    ):
+        with pytest.raises(ConfigError, match=r"; did you mean '(train\.jsonl|mine\.yaml|shards)'\?$"):
+            read_at()
 
 
 def test_splits_that_share_a_file_are_seen(tmp_path):

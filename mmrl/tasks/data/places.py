@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from glob import glob
 from pathlib import Path
 
-from mmrl.errors import DataError, nearest
-from mmrl.system.files import user_path
+from mmrl.errors import DataError
+from mmrl.system.files import similar, user_path
 
 FORMATS = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
 STATE, SPLITS_FILE = "state.json", "dataset_dict.json"
@@ -71,22 +71,16 @@ def is_saved(folder: Path) -> bool:
     return (folder / STATE).is_file() or (folder / SPLITS_FILE).is_file()
 
 
-def similar(path: Path) -> str:
-    """Return `"; did you mean 'x'?"` for the name beside a path that is not there, or beside its first such folder."""
-    missing = next((part for part in (*reversed(path.parents), path) if not part.exists()), path)
-    try:
-        return nearest(missing.name, [entry.name for entry in missing.parent.iterdir()])
-    except OSError:
-        return ""
-
-
 def _is_pattern(spec: str) -> bool:
     return any(sign in spec for sign in "*?[")
 
 
 def _of_folder(folder: Path, split: str) -> list[Path]:
     if (folder / STATE).is_file():
-        return [folder / name for name in _listed(folder / STATE)]
+        files = [folder / name for name in _listed(folder / STATE)]
+        if gone := [file for file in files if not file.is_file()]:
+            raise DataError(f"'{folder}': {gone[0]} is missing")
+        return files
     if (folder / SPLITS_FILE).is_file():
         splits = {WORDS.get(name, name): folder / name for name in _listed(folder / SPLITS_FILE)}
         if split not in splits:

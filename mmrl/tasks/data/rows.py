@@ -30,14 +30,16 @@ from mmrl.config.base import reasons
 from mmrl.errors import DataError
 from mmrl.models.hub import hub_answers
 from mmrl.retrieval.base import whole_text
-from mmrl.system.files import user_path
+from mmrl.system.files import similar, user_path
 from mmrl.system.objects import OBJECT, imported
-from mmrl.tasks.data.places import FORMATS, files_of, names_files, parts_of, similar
+from mmrl.tasks.data.places import FORMATS, files_of, names_files, parts_of
 
 log = logging.getLogger("mmrl.data")
 
 HALF = re.compile(r"\\u[dD][89a-fA-F]")
 """JSON's escape of half a UTF-16 pair; most are whole pairs."""
+STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
+"""Last bytes of a stream of Arrow batches."""
 # Checked before anything is fetched: a spec that cannot be a hub id is a wrong path, and is reported as one.
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(:[\w.-]*){0,2}")
 HUB_SPLITS: Mapping[str, str] = {"train": "train", "dev": "validation", "test": "test"}
@@ -374,6 +376,10 @@ def _arrow(path: Path) -> Iterator[Row]:
     try:
         with pyarrow.memory_map(str(path)) as source:
             whole = source.read(6) == b"ARROW1"
+            # A stream that was cut between two batches would be taken for a shorter one.
+            source.seek(max(0, source.size() - len(STREAM_END)))
+            if not whole and source.read() != STREAM_END:
+                raise ValueError(f"{path} is not an Arrow file, or only its beginning")
             source.seek(0)
             reader = pyarrow.ipc.open_file(source) if whole else pyarrow.ipc.open_stream(source)
             batches = map(reader.get_batch, range(reader.num_record_batches)) if whole else reader
