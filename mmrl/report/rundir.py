@@ -241,6 +241,14 @@ class RunDir:
             raise CheckpointError(str(error)) from None
         if not isinstance(loaded, dict):
             raise CheckpointError(f"{path}: holds no settings, expected those that the run was started with")
+        # Pages and comparisons sort runs by them.
+        names = {
+            section: values["name"]
+            for section, values in loaded.items()
+            if isinstance(values, dict) and "name" in values
+        }
+        if wrong := [section for section, name in names.items() if not isinstance(name, str | None)]:
+            raise CheckpointError(f"{path}: {wrong[0]}.name is no text; restore it")
         return loaded
 
     @property

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mmrl.models.load import NO_CODE
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -285,7 +287,7 @@ def tiny_model(architecture: str, seed: int = 0) -> PreTrainedModel:
     whole = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     kind = AutoModelForImageTextToText if whole else AutoModelForCausalLM
     torch.manual_seed(seed)
-    model: PreTrainedModel = kind.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    model: PreTrainedModel = kind.from_config(config, dtype=torch.float32, attn_implementation="eager", **NO_CODE)
     stir(model, seed)
     return model.eval()
 

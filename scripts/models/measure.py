@@ -27,7 +27,7 @@ from mmrl.config.engines import TransformersConfig
 from mmrl.engines.base import EngineSetup, Request, Sampling
 from mmrl.engines.embedded.transformers_engine import TransformersEngine
 from mmrl.errors import EngineFailure, MmrlError
-from mmrl.models.load import load_model, load_tokenizer, skeleton
+from mmrl.models.load import NO_CODE, load_model, load_tokenizer, skeleton
 from mmrl.records import Call
 from mmrl.trainer.objective import StepBatch, TrainCall
 from mmrl.trainer.settings import Settings
@@ -66,7 +66,7 @@ class Case:
     def plain(self) -> Any:
         """Return the model as transformers loads it."""
         return AutoModelForCausalLM.from_pretrained(
-            self.folder, dtype=torch.float32, attn_implementation="eager"
+            self.folder, dtype=torch.float32, attn_implementation="eager", **NO_CODE
         ).eval()
 
 
