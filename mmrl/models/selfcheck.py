@@ -151,10 +151,13 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def drawn_adapters(model: torch.nn.Module) -> Iterator[None]:
+def drawn_adapters(model: torch.nn.Module, *, draw: bool = True) -> Iterator[None]:
     """Give adapters small random weights inside, and take their dropout away; at the end they are as before.
 
     At their start adapters add nothing, so whatever applies them wrongly would agree with whatever does not.
+
+    Args:
+        draw: False leaves the weights as they are (shards of them, which no process can write alone).
     """
     import torch
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -163,7 +166,7 @@ def drawn_adapters(model: torch.nn.Module) -> Iterator[None]:
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     weights: dict[int, torch.nn.Parameter] = {
         id(weight): weight
-        for layer in layers
+        for layer in (layers if draw else ())
         for name in layer.adapter_layer_names
         for weight in getattr(layer, name).parameters()
     }

@@ -99,7 +99,8 @@ def check_batch(forwards: Forwards, calls: Sequence[TrainCall]) -> bool:
     compared = _compared_calls(forwards, calls)
     if not compared:
         return False
-    with drawn_adapters(forwards.policy), evaluating(forwards.policy):
+    sharded = forwards.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+    with drawn_adapters(forwards.policy, draw=not sharded), evaluating(forwards.policy):
         # Sharded weights are gathered by every process in each forward, so all of them make the same ones.
         alone = [_scored(forwards, [train], tries=False)[0] for train in compared]
         _compare(forwards, compared, alone)
