@@ -34,5 +34,5 @@ Path(sys.argv[1], "pinned.txt").write_text("\n".join(pinned))
 PY
 "$python" -m pip install -q -c "$work/pinned.txt" -r "$work/wanted.txt"
 # It asks for numpy below 2.4 in its metadata alone.
-"$python" -m pip install -q --no-deps 'mistral-common>=1.11.6'
+"$python" -m pip install -q --no-deps 'mistral-common>=1.11.6' pycountry
 "$python" -c 'import torch; print("vLLM CPU build installed; torch is still", torch.__version__)'

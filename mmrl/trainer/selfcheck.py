@@ -12,7 +12,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
-from accelerate.utils import DistributedType
 
 from mmrl.engines.embedded.batch_rows import HALF_TOLERANCE, TOLERANCE, difference
 from mmrl.engines.embedded.prefixes import common_prefix
@@ -22,6 +21,7 @@ from mmrl.records import Call
 from mmrl.trainer.forwards import Forwards, module_names
 from mmrl.trainer.objective import TrainCall, active
 from mmrl.trainer.packing import Pack
+from mmrl.trainer.sharding import shares_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -99,8 +99,8 @@ def check_batch(forwards: Forwards, calls: Sequence[TrainCall]) -> bool:
     compared = _compared_calls(forwards, calls)
     if not compared:
         return False
-    sharded = forwards.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-    with drawn_adapters(forwards.policy, draw=not sharded), evaluating(forwards.policy):
+    draw = not shares_weights(forwards.accelerator)
+    with drawn_adapters(forwards.policy, draw=draw), evaluating(forwards.policy):
         # Sharded weights are gathered by every process in each forward, so all of them make the same ones.
         alone = [_scored(forwards, [train], tries=False)[0] for train in compared]
         _compare(forwards, compared, alone)
@@ -176,7 +176,7 @@ def check_tries(forwards: Forwards, calls: Sequence[TrainCall]) -> bool:
     modules = module_names([train.call for train in compared])
     packs = [forwards.make_packs(compared, modules, score_all=True, tries=tries) for tries in (True, False)]
     # Sharded gradients are not whole on any process, so only log-probabilities are compared there.
-    sharded = forwards.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+    sharded = shares_weights(forwards.accelerator)
     (logprobs, gradient), (padded, padded_gradient) = (
         _measure(forwards, group, gradients=not sharded) for group in packs
     )

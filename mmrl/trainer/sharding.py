@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
-from accelerate.utils import recursively_apply
+from accelerate.utils import DistributedType, recursively_apply
 from peft import PeftModel
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -31,6 +31,11 @@ OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 def is_sharded(accelerator: Accelerator) -> bool:
     """Return True if this run's processes share weights by FSDP2."""
     return bool(accelerator.is_fsdp2)
+
+
+def shares_weights(accelerator: Accelerator) -> bool:
+    """Return True if no process of this run holds the weights whole: by FSDP, or by DeepSpeed."""
+    return accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
 
 def exact_outputs(accelerator: Accelerator) -> None:

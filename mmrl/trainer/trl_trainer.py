@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from accelerate.utils import DistributedType
 from datasets import Dataset
 from peft import PeftModel
 from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
@@ -154,8 +153,8 @@ class MmrlTrainer(GRPOTrainer):
         self.forwards = Forwards(self, tries=tries, budget=budget, max_tokens=max_tokens)
         self._prepare_models(reference)
         # Weights that processes will share are whole here too, but may not fit on one device.
-        whole = self.accelerator.distributed_type not in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-        self.ways = check_at_load(self.forwards, tokenizer) if self.unchecked and whole else []
+        checked = self.unchecked and not sharding.shares_weights(self.accelerator)
+        self.ways = check_at_load(self.forwards, tokenizer) if checked else []
         """Results of the self-check."""
 
     def _prepare_models(self, reference: PreTrainedModel | None) -> None:

@@ -186,17 +186,22 @@ def _may_end(stop: str, piece: str) -> bool:
 
 
 def context_limit(settings: PretrainedConfig, *limits: int | None) -> int | None:
-    """Return the smallest of the model's positions and `limits`; None where there is no limit at all."""
+    """Return the smallest of the model's positions and `limits`; None where there is no limit at all.
+
+    Contexts end where a model begins to encode positions otherwise (`rope_border`): a row that crosses it would go on
+    from keys of another encoding, and change that of the rows beside it.
+    """
     # Not every architecture has a table of positions (ALiBi, state-space models).
-    limit = min(
-        (value for value in (*limits, getattr(settings, "max_position_embeddings", None)) if value), default=None
-    )
-    border = rope_border(settings)
-    if border is None or (limit is not None and limit <= border):
-        return limit
-    # A row that crosses it would go on from keys of another encoding, and change that of the rows beside it.
-    LOG.warning("task.max_context: contexts end at %d tokens, where this model encodes positions otherwise", border)
-    return border
+    candidates = [*limits, getattr(settings, "max_position_embeddings", None), rope_border(settings)]
+    return min((value for value in candidates if value), default=None)
+
+
+def engine_context(settings: PretrainedConfig, *limits: int | None) -> int | None:
+    """Return `context_limit` for an engine that is being built, and say where the encoding of positions ends it."""
+    limit = context_limit(settings, *limits)
+    if limit is not None and limit == rope_border(settings):
+        LOG.warning("task.max_context: contexts end at %d tokens, where this model encodes positions otherwise", limit)
+    return limit
 
 
 def eos_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None) -> frozenset[int]:

@@ -19,7 +19,7 @@ import torch
 from mmrl.config.engines import TransformersConfig
 from mmrl.engines.base import Completion, EngineSetup, Request, Sampling
 from mmrl.engines.embedded.architecture import unsupported
-from mmrl.engines.embedded.batch_rows import BatchRow, Rules, context_limit, eos_ids
+from mmrl.engines.embedded.batch_rows import BatchRow, Rules, engine_context, eos_ids
 from mmrl.engines.embedded.batcher import Batcher, PendingRequest
 from mmrl.engines.embedded.decode import NativeLoop
 from mmrl.engines.embedded.hf_loop import HFLoop, WholeRows
@@ -73,7 +73,7 @@ class TransformersEngine(Batcher):
             weights = {name: (initial if name == INITIAL else model, None) for name in names}
         elif names:
             weights = {name: (model, name) for name in names}
-        self.max_context = context_limit(settings, setup.max_context)
+        self.max_context = engine_context(settings, setup.max_context)
         self.rules = Rules(tokenizer, ends, settings.vocab_size, self.max_context, setup.adapters)
         checked = setup.weights is None or setup.weights.selfcheck
         decoder = RowDecoder(weights, self.rules, config, setup.threads, checked=checked)

@@ -23,8 +23,8 @@ from mmrl.engines.embedded.batch_rows import (
     TOLERANCE,
     BatchRow,
     Rules,
-    context_limit,
     difference,
+    engine_context,
     eos_ids,
 )
 from mmrl.engines.vllm.command import exact, logprobs_mode, served_dtype, vllm_problems
@@ -106,7 +106,7 @@ class VllmEngine(Engine):
         else:
             config, generation = load_configs(self.weights)
         settings = config.get_text_config()
-        limit = context_limit(settings, self.setup.max_context, served_context)
+        limit = engine_context(settings, self.setup.max_context, served_context)
         ends = eos_ids(self.tokenizer, generation)
         return Rules(self.tokenizer, ends, settings.vocab_size, limit, self.setup.adapters)
 
