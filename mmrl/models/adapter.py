@@ -5,11 +5,14 @@ Used by `load` and by the trainer. peft passes over what does not fit with a war
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from mmrl.config.schema import LoraConfig
 from mmrl.errors import ConfigError, reason_of
@@ -17,9 +20,11 @@ from mmrl.models.headers import file_weights
 from mmrl.models.report import FIRST, quiet
 
 if TYPE_CHECKING:
+    from peft import LoraConfig as PeftLoraConfig
     from peft import PeftConfig, PeftModel
     from torch import nn
     from transformers import PreTrainedModel
+    from transformers.pytorch_utils import Conv1D
 
 FILES = ("adapter_model.safetensors", "adapter_model.bin")
 OF_EXPERTS = {
@@ -117,6 +122,41 @@ class Targets:
     warning: str
     """What nobody expects to be left out; empty for nothing."""
 
+    def peft_config(self, lora: LoraConfig, *, dropout: bool = True) -> PeftLoraConfig:
+        """Return peft's config of the new adapter."""
+        from peft import LoraConfig as PeftLoraConfig
+
+        return PeftLoraConfig(
+            r=lora.r,
+            lora_alpha=lora.alpha,
+            lora_dropout=lora.dropout if dropout else 0.0,
+            target_modules=self.modules,
+            target_parameters=self.parameters or None,
+            exclude_modules=self.excluded,
+            task_type="CAUSAL_LM",
+        )
+
+
+def check_new_adapter(model: PreTrainedModel, lora: LoraConfig) -> str:
+    """Put a new adapter on `model`, which may be on the meta device and is changed. Returns what is left out, in words.
+
+    Raises:
+        ConfigError: as `targets_of`; an adapter that could be trained and saved, and not loaded again.
+    """
+    from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+
+    targets, kind = targets_of(model, lora), type(model).__name__
+    with quiet():
+        wrapped = get_peft_model(model, targets.peft_config(lora))
+        # Of some architectures peft renames weights as it loads them, to names that are not there.
+        found: Any = set_peft_model_state_dict(wrapped, get_peft_model_state_dict(wrapped))
+    if strange := found.unexpected_keys:
+        raise ConfigError(
+            f"model.lora.targets: this peft cannot load what it saves of {kind} ({', '.join(strange[:FIRST])}, …); "
+            "leave these layers out of the targets"
+        )
+    return targets.warning
+
 
 def targets_of(model: PreTrainedModel, lora: LoraConfig) -> Targets:
     """Find `model.lora.targets` in a model, which may be on the meta device.
@@ -162,24 +202,55 @@ def targets_of(model: PreTrainedModel, lora: LoraConfig) -> Targets:
     )
 
 
-def _linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return the linear layers of the text part by name, whatever its architecture calls them; the head is none."""
+def _linear_layers(model: PreTrainedModel) -> list[str]:
+    """Return the linear layers of the text part that an adapter can be put on, by name; the head is none.
+
+    An adapter works where its layer is called. So none of a layer whose weight is also read without a call, of two that
+    share a weight, and of one that computes something else than a product.
+    """
     import torch
     from peft import LoraConfig
     from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
     from transformers.pytorch_utils import Conv1D
 
-    head = model.get_output_embeddings()
-    found: dict[str, nn.Module] = {}
-    for name, part in _text_modules(model).items():
+    head, modules = model.get_output_embeddings(), _text_modules(model)
+    linear = {name: part for name, part in modules.items() if isinstance(part, torch.nn.Linear | Conv1D)}
+    places = Counter(id(part.weight) for part in linear.values())
+    found = []
+    for name, part in linear.items():
         # A router of a class of its own gives more than one result, on which no adapter can be put.
-        if isinstance(part, torch.nn.Linear | Conv1D) and part is not head and "Router" not in type(part).__name__:
-            try:
-                _check_lora_target_modules_mamba(LoraConfig(), model, _leaf(name))
-            except ValueError:  # a layer whose weight a kernel reads without calling it
-                continue
-            found[name] = part
+        if part is head or "Router" in type(part).__name__ or places[id(part.weight)] > 1 or not _is_product(part):
+            continue
+        if _leaf(name) in _read_weights(type(modules.get(name.rpartition(".")[0], model)).__mro__):
+            continue
+        try:
+            _check_lora_target_modules_mamba(LoraConfig(), model, _leaf(name))
+        except ValueError:  # a layer whose weight a kernel reads without calling it
+            continue
+        found.append(name)
     return found
+
+
+def _is_product(layer: nn.Linear | Conv1D) -> bool:
+    """Return whether a layer's result has the shape of a matrix product: one of a class of its own may be another."""
+    import torch
+    from transformers.pytorch_utils import Conv1D
+
+    weights = {name: torch.empty_like(weight, device="meta") for name, weight in layer.named_parameters()}
+    width_in, width_out = weights["weight"].shape if isinstance(layer, Conv1D) else weights["weight"].shape[::-1]
+    try:
+        result = torch.func.functional_call(layer, weights, torch.empty(5, width_in, device="meta"))
+    except (RuntimeError, IndexError):  # of another number of dimensions
+        return False
+    return result.shape == (5, width_out)
+
+
+@cache
+def _read_weights(classes: tuple[type, ...]) -> frozenset[str]:
+    """Return the layers whose weight the code of a class and its bases reads itself (in a kernel, clamped), by name."""
+    # A look at its type is none, nor a slice: with those Bloom computes what its calls do, bit for bit as in training.
+    code = "".join(inspect.getsource(part) for part in classes if part.__module__.startswith("transformers.models"))
+    return frozenset(re.findall(r"self\.(\w+)\.weight\b(?!\.(?:dtype|device|shape)|\[)", code))
 
 
 def _experts(model: PreTrainedModel) -> list[str]:
@@ -211,7 +282,7 @@ def _refuse_unknown(model: PreTrainedModel, lora: LoraConfig, names: Iterable[st
     ]
     if missing:
         raise ConfigError(
-            f"model.lora.targets: {type(model).__name__} has no linear layer below its output head called "
+            f"model.lora.targets: an adapter can be put on no layer of {type(model).__name__} called "
             f"{', '.join(missing)}; expected some of {', '.join(dict.fromkeys(map(_leaf, known)))}"
         )
 

@@ -90,16 +90,13 @@ def load_model(model: ModelConfig, device: str | torch.device) -> PreTrainedMode
         ConfigError: `model.path` cannot be loaded, or its files hold other weights than its config asks for.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
     # The config first: the model's loader queries the hub for an adapter even with local_files_only.
-    config, _, attention = _prepared(model)
+    config, kind, attention = _prepared(model)
     dtype, plain = _dtype(model, torch.device(device)), computed_back(config)
     options = {"config": config, "dtype": dtype, "attn_implementation": attention, **plain}
     with quiet():
-        result: Any = _loaded(
-            model, "model", AutoModelForCausalLM, output_loading_info=True, ignore_mismatched_sizes=True, **options
-        )
+        result: Any = _loaded(model, "model", kind, output_loading_info=True, ignore_mismatched_sizes=True, **options)
     loaded: PreTrainedModel = result[0]
     if problem := judge(result[1], loaded)[0]:
         raise ConfigError(f"model.path: {_cannot(model, 'weights')}: {problem}")

@@ -21,6 +21,8 @@ READ_ALWAYS = (("phimoe", "router_jitter_noise"),)
 """Model and number with such a name that its forwards read in evaluation too: how near experts count as equal."""
 CAP = re.compile("att.*cap")
 """In the name of a number: a cap of attention's logits, which SDPA passes over without a word."""
+NOT_CAUSAL_BY_SDPA = ("doge",)
+"""Models whose mask of their own is dropped by transformers' SDPA, so that tokens see those after them."""
 BOTH_WAYS = (
     ("is_decoder", False),
     ("is_causal", False),
@@ -72,6 +74,8 @@ def refuse_config(config: PreTrainedConfig, path: str) -> None:
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ConfigError(f"{kind}, of which transformers has no causal language model")
     text = config.get_text_config()
+    if missing := [name for name in ("hidden_size", "num_hidden_layers") if not hasattr(text, name)]:
+        raise ConfigError(f"{kind}, whose config has no {' and no '.join(missing)}: its parts are no stack of layers")
     if text.model_type in ALWAYS_CAUSAL:
         return
     for name, value in BOTH_WAYS:
@@ -123,7 +127,8 @@ def choose_attention(config: PreTrainedConfig, kind: type[PreTrainedModel], mode
     )
     wanted = model.attention
     if wanted == "auto":
-        return "sdpa" if kind._supports_sdpa and capped is None else "eager"
+        exact = kind._supports_sdpa and capped is None and config.model_type not in NOT_CAUSAL_BY_SDPA
+        return "sdpa" if exact else "eager"
     has = {"eager": True, "sdpa": kind._supports_sdpa}
     fault = "" if has.get(wanted, kind._supports_flash_attn) else f"which {kind.__name__} does not have"
     if wanted == "sdpa" and capped is not None:

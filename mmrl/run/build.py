@@ -121,7 +121,7 @@ def check_model(config: StageConfig) -> None:
     Raises:
         ConfigError: a tokenizer, weights or an adapter that cannot be used, or LoRA targets that are not there.
     """
-    from mmrl.models.adapter import targets_of
+    from mmrl.models.adapter import check_new_adapter
     from mmrl.models.load import load_tokenizer, skeleton
 
     model, warnings = config.model, []
@@ -130,7 +130,7 @@ def check_model(config: StageConfig) -> None:
         empty, note = skeleton(model)
         _refuse_context(tokenizer, empty, config)
         warnings.append(note)
-        if model.lora is not None and (left_out := targets_of(empty, model.lora).warning):
+        if model.lora is not None and (left_out := check_new_adapter(empty, model.lora)):
             warnings.append(f"model.lora.targets: {left_out}")
     for teacher in separate_teachers(config.algo):
         if (policy := teacher_policy(teacher)) is not None:

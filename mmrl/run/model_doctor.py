@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from mmrl.config import TrainCommandConfig, TrainConfig
 from mmrl.models.selfcheck import Way
 from mmrl.report.text import align, clean
+from mmrl.run.build import check_model
 from mmrl.run.settle import settle
 from mmrl.system.files import dumps
 
@@ -81,6 +82,8 @@ def _examined(config: TrainCommandConfig) -> Examined:
     from mmrl.trainer.trl_trainer import MmrlTrainer
 
     section = config.model
+    # As a run does before it makes a directory: files, adapter and context.
+    check_model(config)
     tokenizer = load_tokenizer(section)
     model = load_model(section, config.hardware.device)
     text = model.config.get_text_config()

@@ -32,7 +32,7 @@ from mmrl.rollout.sample import reserialised, sample
 from mmrl.rollout.teachers import LoadedTeacher, teachers_of_step
 from mmrl.stages import Stage
 from mmrl.stages.information_gain import with_gains
-from mmrl.stages.step_metrics import lag_metrics, refuse_failures
+from mmrl.stages.step_metrics import lag_metrics, refuse_context, refuse_failures
 from mmrl.tasks.base import Canonical, Closing
 from mmrl.trainer.forwards import annotate
 from mmrl.trainer.objective import TrainCall
@@ -280,6 +280,8 @@ class Collector(Stage[TrainCommandConfig]):
         # On the whole forest, so that all processes stop together.
         earlier += forest.rollouts
         check_failures(earlier, self.config.train.max_failed_share, f"step {step}")
+        if step == 1:  # later it is chance
+            refuse_context(earlier)
         algo, program = self.config.algo, self.task.program
         if getattr(algo, "reserialise", False) and isinstance(program, Canonical):
             encode = partial(encode_text, self.tokenizer)

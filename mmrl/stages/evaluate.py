@@ -24,7 +24,7 @@ from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
 from mmrl.stages import Stage
 from mmrl.stages.step_log import StepLog
-from mmrl.stages.step_metrics import failed_share, module_metrics, never_metrics
+from mmrl.stages.step_metrics import failed_share, module_metrics, never_metrics, refuse_context
 from mmrl.system.files import append_jsonl, atomic_write, dumps, read_jsonl, repair_jsonl
 from mmrl.system.processes import ALONE, Processes
 from mmrl.system.replies import one_line
@@ -74,6 +74,7 @@ def evaluate(
         env = env_for((seed, "eval"))
         plans = [(example, independent(settings.samples)) for example in processes.share(chunk)]
         forest = processes.forest(asyncio.run(sample(env, plans, reward_set)), chunk)
+        refuse_context(forest.rollouts)
         items = item_results(forest, env.task.failed_metrics, never_metrics(env.task))
         # The journal before the results: an item in the results has its journal.
         if on_forest:

@@ -8,7 +8,7 @@ from itertools import combinations
 from statistics import fmean, pstdev
 
 from mmrl.credit.entries import Entry
-from mmrl.errors import MODEL_CAUSED, TooManyFailures, failed_how
+from mmrl.errors import MODEL_CAUSED, ConfigError, LengthFailure, TooManyFailures, failed_how
 from mmrl.records import EMPTY, Call, Forest, Rollout
 from mmrl.report.trees import telling_examples
 from mmrl.tasks.base import Task
@@ -124,6 +124,20 @@ def refuse_failures(
         f"{where}: {share:.0%} of the rollouts failed {causes}, more than {key}.max_failed_share={limit:.0%}; "
         f"the first: {first.error} in {first.id}: {first.error_message}{trace}"
     )
+
+
+def refuse_context(rollouts: Sequence[Rollout]) -> None:
+    """Refuse a context in which no first prompt of a program fits: its score of 0 would be no model's doing.
+
+    Raises:
+        ConfigError: every rollout ended there.
+    """
+    if rollouts and all(rollout.leaf is None and rollout.error == LengthFailure.kind for rollout in rollouts):
+        examples = len({rollout.example for rollout in rollouts})
+        raise ConfigError(
+            f"task.max_context: the first prompt of none of the {examples} examples fits: {rollouts[0].error_message}; "
+            "expected a longer context, up to the model's own"
+        )
 
 
 def by_module(forest: Forest) -> dict[str, list[Call]]:

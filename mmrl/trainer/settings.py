@@ -86,20 +86,8 @@ class Settings:
 
     def lora(self, model: PreTrainedModel, *, dropout: bool = True) -> LoraConfig | None:
         """Return peft's `LoraConfig` for `model`, or None when all parameters are trained."""
-        from peft import LoraConfig
-
-        if (lora := self.model.lora) is None:
-            return None
-        targets = targets_of(model, lora)
-        return LoraConfig(
-            r=lora.r,
-            lora_alpha=lora.alpha,
-            lora_dropout=lora.dropout if dropout else 0.0,
-            target_modules=targets.modules,
-            target_parameters=targets.parameters or None,
-            exclude_modules=targets.excluded,
-            task_type="CAUSAL_LM",
-        )
+        lora = self.model.lora
+        return None if lora is None else targets_of(model, lora).peft_config(lora, dropout=dropout)
 
     def lora_facts(self, model: PreTrainedModel) -> dict[str, str]:
         """Return the summary's fact about what an adapter reaches; empty when all parameters are trained."""

@@ -21,7 +21,7 @@ from mmrl.models.load import load_tokenizer
 from mmrl.models.template_facts import template_facts
 from scripts.docs import code, filled
 from scripts.models.architectures import BEYOND, architectures
-from scripts.models.known import DIFFERS, FAULTS, REFUSED
+from scripts.models.known import DIFFERS, PARTLY, REFUSED
 from scripts.models.measure import TOLERANCE, measure, quiet
 from scripts.models.templates import save_tokenizer, template_names
 
@@ -47,13 +47,12 @@ def architecture_table() -> str:
         found = measure(name)
         first = found.get("load", found.get("engine"))
         if isinstance(first, str):
-            words = REFUSED.get(name) or f"fails: {FAULTS[name][1]}"
-            refused.setdefault(REASONS.get(words, words), []).append(name)
+            refused.setdefault(REASONS.get(REFUSED[name], REFUSED[name]), []).append(name)
             continue
         update = verdict([found.get(way, found.get("update", "")) for way in ("padded", "training", "gradient")])
         adapter = verdict([found.get("adapter", "")])
         if "no" in (update, adapter):
-            adapter = f"{adapter}: {FAULTS[name][1]}"
+            adapter = f"refused: {PARTLY[name][1]}"
         row = (LOOPS[str(found["loop"])], update, "yes" if "tries" in found else "no", adapter)
         rows.setdefault(row, []).append(name)
     for name, reason in BEYOND.items():

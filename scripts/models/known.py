@@ -1,4 +1,4 @@
-"""What is known of architectures beside "right in every way": refused, and why; served without a cache; at fault.
+"""What is known of architectures beside "right in every way": refused, and why; served without a cache.
 
 Checked by tests/models/test_architectures.py against what is measured, so that a change shows.
 """
@@ -13,30 +13,21 @@ _REFUSED = {
         "bert, bert-generation, big_bird, camembert, data2vec-text, electra, ernie, megatron-bert, rembert, roberta, "
         "roberta-prelayernorm, roc_bert, roformer, xlm, xlm-roberta, xlm-roberta-xl, xlnet, xmod"
     ),
-    DIFFERS: "cpmant, doge, prophetnet",
+    DIFFERS: "cpmant, prophetnet",
     "are not in its files": "emu3",
+    "its parts are no stack of layers": "blt",
 }
 REFUSED = {name: words for words, names in _REFUSED.items() for name in names.split(", ")}
 """Architecture -> words of its refusal."""
 _NO_CACHE = (
     "bart, bigbird_pegasus, blenderbot, blenderbot-small, marian, mbart, mvp, pegasus, plbart, trocr, "
-    "blt, deepseek_v4, falcon_mamba, git, llama4, llama4_text, mamba, mamba2, minimax, minimax_m3_vl_text, moshi, "
+    "deepseek_v4, falcon_mamba, git, llama4, llama4_text, mamba, mamba2, minimax, minimax_m3_vl_text, moshi, "
     "nemotron_h, openai-gpt, qwen4_exp, qwen4_exp_text, recurrent_gemma, reformer, rwkv, whisper, xlstm"
 )
 NO_CACHE = frozenset(_NO_CACHE.split(", "))
 """Served by whole rows: their cache does not bear rows that leave or padding on the left, or they have none."""
-FAULTS: dict[str, tuple[str, str]] = {
-    "blt": ("update, adapter", "its config has no hidden_size"),
-    "deepseek_v4": ("adapter", "o_a_proj is a linear layer with a forward of its own"),
-    "falcon_mamba": ("adapter", "dt_proj's weight is read without a call"),
-    "gemma3n_text": ("adapter", "correction_coefs' weight is read without a call in training"),
-    "jamba": ("adapter", "dt_proj's weight is read without a call"),
-    "laguna": ("adapter", "peft renames shared_experts when it loads a saved adapter"),
-    "longcat_flash": ("adapter", "classifier's weight is read without a call"),
-    "mamba": ("adapter", "dt_proj's weight is read without a call"),
-    "mllama": ("engine, update, adapter", "its text config is no class of its own"),
-    "reformer": ("update, adapter", "trains on rows of one length alone, and says so with a traceback"),
-    "zamba": ("adapter", "one layer at several places is merged once for each"),
-    "zamba2": ("adapter", "one layer at several places is merged once for each"),
+PARTLY: dict[str, tuple[str, str]] = {
+    "laguna": ("adapter", "this peft cannot load what it saves"),
+    "reformer": ("update", "the trainer cannot compute with this model"),
 }
-"""Architecture -> ways that are wrong or end in a traceback, and why."""
+"""Architecture -> the first way that is refused, and words of it."""

@@ -27,6 +27,7 @@ from mmrl.config.engines import TransformersConfig
 from mmrl.engines.base import EngineSetup, Request, Sampling
 from mmrl.engines.embedded.transformers_engine import TransformersEngine
 from mmrl.errors import EngineFailure, MmrlError
+from mmrl.models.adapter import check_new_adapter
 from mmrl.models.load import NO_CODE, load_model, load_tokenizer, skeleton
 from mmrl.records import Call
 from mmrl.trainer.objective import StepBatch, TrainCall
@@ -244,7 +245,9 @@ def update(case: Case, plain: Any) -> dict[str, float]:
 
 def adapter(case: Case, plain: Any) -> dict[str, float]:
     """Compare rows through an adapter on all linear layers with the plain forward of merged weights."""
-    made = trainer(case, LoraConfig(r=4, alpha=8, targets=("all-linear",)))
+    lora = LoraConfig(r=4, alpha=8, targets=("all-linear",))
+    check_new_adapter(skeleton(case.config)[0], lora)
+    made = trainer(case, lora)
     policy = made.model
     assert isinstance(policy, PeftModel)
     draw = torch.Generator().manual_seed(1)

@@ -3,7 +3,7 @@
 import pytest
 
 from scripts.models.architectures import BEYOND, architectures, model_types
-from scripts.models.known import FAULTS, NO_CACHE, REFUSED
+from scripts.models.known import NO_CACHE, PARTLY, REFUSED
 from scripts.models.measure import GRADIENT_TOLERANCE, TOLERANCE, measure
 
 ALL = architectures()
@@ -15,10 +15,7 @@ WAYS = {"engine", "engine again", "padded", "training", "gradient", "adapter"}
 def cases():
     """An architecture each, with its marks."""
     for name in ALL:
-        marks = [] if name in SOME else [pytest.mark.slow]
-        if name in FAULTS:
-            marks.append(pytest.mark.xfail(strict=True, reason=": ".join(FAULTS[name])))
-        yield pytest.param(name, marks=marks)
+        yield pytest.param(name, marks=[] if name in SOME else [pytest.mark.slow])
 
 
 @pytest.mark.parametrize("name", [*cases()])
@@ -30,6 +27,12 @@ def test_every_way_agrees_with_the_plain_forward_or_is_refused(name):
         assert REFUSED[name] in found.get("load", found.get("engine"))
         return
     assert plain <= TOLERANCE, "the model is not causal"
+    if name in PARTLY:
+        way, words = PARTLY[name]
+        assert found[way].startswith("refused: ") and words in found[way]
+        found = {way: value for way, value in found.items() if not isinstance(value, str)}
+        assert all(value <= allowed(way) for way, value in found.items())
+        return
     assert not (words := {way: value for way, value in found.items() if isinstance(value, str)}), words
     assert found.keys() >= WAYS
     wrong = {way: value for way, value in found.items() if not value <= allowed(way)}
@@ -43,5 +46,5 @@ def allowed(way):
 
 
 def test_what_is_known_is_known_of_something():
-    assert {*REFUSED, *NO_CACHE, *FAULTS} <= {*ALL}
+    assert {*REFUSED, *NO_CACHE, *PARTLY} <= {*ALL}
     assert {*BEYOND} <= {*model_types()}

@@ -192,7 +192,8 @@ def test_lora_targets_that_the_model_does_not_have_are_named_before_its_weights_
     with pytest.raises(ConfigError, match=r"model\.lora\.targets: .* called qkv_proj, proj; expected some of q_proj, "):
         targets("q_proj", "qkv_proj", "proj")
     with pytest.raises(
-        ConfigError, match="no linear layer below its output head called lm_head; expected some of q_proj"
+        ConfigError,
+        match="an adapter can be put on no layer of Qwen3ForCausalLM called lm_head; expected some of q_proj",
     ):
         targets("q_proj", "lm_head")
 

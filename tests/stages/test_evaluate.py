@@ -8,7 +8,7 @@ import pytest
 
 from mmrl.config import EvalConfig
 from mmrl.config.tasks import task_schema
-from mmrl.errors import ParseFailure, ToolFailure, TooManyFailures
+from mmrl.errors import ConfigError, LengthFailure, ParseFailure, ToolFailure, TooManyFailures
 from mmrl.report.rundir import RunDir
 from mmrl.stages import evaluate as module
 from mmrl.stages.evaluate import (
@@ -191,3 +191,15 @@ def test_each_built_in_task_names_its_official_metrics(name):
 def test_only_the_first_items_are_evaluated_when_asked(monkeypatch):
     items, _ = run(None, settings=EvalConfig(items=2, bootstrap=100), monkeypatch=monkeypatch)
     assert [item["id"] for item in items] == ["q0", "q1"]
+
+
+def test_a_context_in_which_no_prompt_fits_is_refused():
+    engine = FakeEngine(seeded_letter)
+
+    async def too_long(request):
+        raise LengthFailure("a prompt of 99 tokens")
+
+    engine.generate = too_long
+    task = FakeTask(Chain())
+    with pytest.raises(ConfigError, match=r"task\.max_context: the first prompt of none of the \d+ examples fits"):
+        evaluate(lambda key: environment(task, engine, key=key), task.examples("dev"), SETTINGS, 0, "outcome")
