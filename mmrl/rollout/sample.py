@@ -15,7 +15,15 @@ from dataclasses import dataclass, field, replace
 
 from mmrl import rng
 from mmrl.engines.base import Engine
-from mmrl.errors import ParseFailure, ProgramFailure, RewardFailure, RolloutError, RolloutTimeout, Stopped
+from mmrl.errors import (
+    LengthFailure,
+    ParseFailure,
+    ProgramFailure,
+    RewardFailure,
+    RolloutError,
+    RolloutTimeout,
+    Stopped,
+)
 from mmrl.records import EMPTY, Call, Example, Forest, Rollout, caught
 from mmrl.rollout.context import RolloutContext
 from mmrl.rollout.environment import Environment
@@ -172,8 +180,8 @@ class _Tree:
             if _ends_the_process(error):
                 raise
             raise _raised(ctx, ProgramFailure, error) from error
-        if prediction is None and ctx.unread:
-            raise ParseFailure("the program returned None after a reply that does not parse")
+        if prediction is None and (failure := _of_model(ctx, "the program returned None")) is not None:
+            raise failure
         return prediction
 
     async def _execute(self, ctx: RolloutContext, program: Program | None = None) -> Rollout:
@@ -370,17 +378,22 @@ def _ends_the_process(error: BaseException) -> bool:
 
 
 def _raised(ctx: RolloutContext, kind: type[RolloutError], error: BaseException) -> RolloutError:
-    """Return the failure that stands for an exception in the code of a program or its reward.
-
-    After a reply that does not parse, which the program caught, it is laid to the model: code that expects a value
-    finds none. Laid to the program, a model that never parses would be a broken program, and never trained.
-    """
+    """Return the failure that stands for an exception in the code of a program or its reward."""
     failure = located(kind, error)
-    if not ctx.unread:
-        return failure
-    parse = ParseFailure(f"after a reply that does not parse: {failure}")
-    parse.traceback = failure.traceback
-    return parse
+    of_model = _of_model(ctx, str(failure)) or failure
+    of_model.traceback = failure.traceback
+    return of_model
+
+
+def _of_model(ctx: RolloutContext, what: str) -> RolloutError | None:
+    """Return the model's failure for what happened after a reply or a prompt that the program could not use.
+
+    The program caught it, and then code that expects a value finds none. Laid to the program, a model that never parses
+    would be a broken program, and never trained.
+    """
+    if ctx.unread:
+        return ParseFailure(f"after a reply that does not parse: {what}")
+    return LengthFailure(f"after a prompt that is too long: {what}") if ctx.too_long else None
 
 
 def _name(path: Sequence[int]) -> str:

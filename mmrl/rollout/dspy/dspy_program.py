@@ -24,6 +24,7 @@ from dspy.utils.parallelizer import ParallelExecutor
 from mmrl.errors import ConfigError, ParseFailure, ProgramFailure, refuse, unknown
 from mmrl.records import Call, Example
 from mmrl.rollout.dspy.attempts import counted_anew
+from mmrl.rollout.dspy.given_up import raise_given_up
 from mmrl.rollout.dspy.guard import guarded
 from mmrl.rollout.dspy.host import Host, Parse, checked_messages, messages_of, record_tools
 from mmrl.rollout.dspy.structure import Structure
@@ -45,8 +46,9 @@ class DspyProgram:
     all live programs wait in it). The prediction is what the module returns.
 
     A reply that the adapter cannot parse is retried as `parse_retries` says; then the module gets DSPy's exception,
-    which ends the rollout unless the module catches it. `present_fields` / `expected_fields` of the failing call are
-    the output fields that were read and those of the signature (0 read where a value has the wrong type).
+    which ends the rollout unless the module catches it; so it is with a prompt that is too long. `present_fields` /
+    `expected_fields` of the failing call are the output fields that were read and those of the signature (0 read where
+    a value has the wrong type).
 
     Args:
         layout: `task.prompt_layout`.
@@ -129,7 +131,8 @@ class DspyProgram:
         except Exception as error:
             # what ended the rollout, not what the module or DSPy made of it
             host.raise_failure()
-            host.raise_parse_failure(error)
+            host.raise_uncaught(error)
+            raise_given_up(error)
             raise
         finally:
             host.close()

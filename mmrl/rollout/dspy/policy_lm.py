@@ -18,6 +18,7 @@ import dspy
 from dspy import lm15
 
 from mmrl.engines.base import Completion, Engine, Request, Sampling
+from mmrl.errors import LengthFailure
 from mmrl.models.chat import decode_text, render_prompt
 from mmrl.rng import digest
 from mmrl.tasks.base import Message
@@ -104,6 +105,7 @@ class ServedPolicy:
 
         Raises:
             UnsupportedFeatureError: an option that would have no effect.
+            ContextLengthError: the prompt leaves no room in the context.
         """
         options = {field.name: getattr(config, field.name) for field in fields(config)} | (config.extensions or {})
         passed = {name for name, value in options.items() if value not in (None, ()) and name != "extensions"}
@@ -125,7 +127,10 @@ class ServedPolicy:
         request = Request(
             prompt_ids=prompt, sampling=sampling, module=module, messages=tuple(messages), order=(number,)
         )
-        completion = await generate(self.engine, request)
+        try:
+            completion = await generate(self.engine, request)
+        except LengthFailure as failure:  # as DSPy knows it: its agents shorten what they remember
+            raise lm15.ContextLengthError(str(failure)) from None
         return Answer(decode_text(self.tokenizer, completion.ids), len(prompt), len(completion.ids))
 
     def close(self) -> None:
