@@ -180,8 +180,9 @@ class _Tree:
             if _ends_the_process(error):
                 raise
             raise _raised(ctx, ProgramFailure, error) from error
-        if prediction is None and (failure := _of_model(ctx, "the program returned None")) is not None:
-            raise failure
+        if prediction is None and (of_model := _of_model(ctx)) is not None:
+            failure, when = of_model
+            raise failure(f"the program returned None {when}")
         return prediction
 
     async def _execute(self, ctx: RolloutContext, program: Program | None = None) -> Rollout:
@@ -380,20 +381,23 @@ def _ends_the_process(error: BaseException) -> bool:
 def _raised(ctx: RolloutContext, kind: type[RolloutError], error: BaseException) -> RolloutError:
     """Return the failure that stands for an exception in the code of a program or its reward."""
     failure = located(kind, error)
-    of_model = _of_model(ctx, str(failure)) or failure
-    of_model.traceback = failure.traceback
-    return of_model
+    if (of_model := _of_model(ctx)) is None:
+        return failure
+    model_kind, when = of_model
+    laid = model_kind(f"{when}: {failure}")
+    laid.traceback = failure.traceback
+    return laid
 
 
-def _of_model(ctx: RolloutContext, what: str) -> RolloutError | None:
-    """Return the model's failure for what happened after a reply or a prompt that the program could not use.
+def _of_model(ctx: RolloutContext) -> tuple[type[RolloutError], str] | None:
+    """Return the kind of failure that is laid to the model, and after what, if the program had nothing to go on with.
 
     The program caught it, and then code that expects a value finds none. Laid to the program, a model that never parses
     would be a broken program, and never trained.
     """
     if ctx.unread:
-        return ParseFailure(f"after a reply that does not parse: {what}")
-    return LengthFailure(f"after a prompt that is too long: {what}") if ctx.too_long else None
+        return ParseFailure, "after a reply that does not parse"
+    return (LengthFailure, "after a prompt that is too long") if ctx.too_long else None
 
 
 def _name(path: Sequence[int]) -> str:

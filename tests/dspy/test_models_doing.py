@@ -93,7 +93,7 @@ def test_a_program_may_shorten_a_prompt_that_is_too_long_and_so_does_each_fork(w
     [
         ("value", None, ""),
         ("reraises", "length", "a prompt of "),
-        ("none", "length", "after a prompt that is too long: the program returned None"),
+        ("none", "length", "the program returned None after a prompt that is too long"),
         ("raises", "length", "after a prompt that is too long: KeyError: 'no answer'"),
         ("odd", "length", "after a prompt that is too long: ValueError: an odd answer"),
     ],
