@@ -198,7 +198,7 @@ class _Tree:
             return self._failed(ctx, failure)
         rollout = self._rollout(ctx, score.reward)
         metrics = {**score.metrics, **rollout.metrics}
-        return replace(rollout, prediction=described, metrics=metrics, parts=score.parts)
+        return replace(rollout, prediction=described, metrics=metrics, parts=score.parts, feedback=score.feedback)
 
     async def _score(self, ctx: RolloutContext, prediction: object) -> Score:
         with self.env.scoring.running():
@@ -420,6 +420,7 @@ def _finite(score: Score) -> Score:
         reward=finite_numbers({"reward": score.reward})["reward"],
         metrics=finite_numbers(score.metrics),
         parts=finite_numbers(score.parts),
+        feedback=score.feedback,
         turn_rewards=finite_numbers(score.turn_rewards),
     )
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import dspy
+from dspy.utils.callback import with_callbacks
 from dspy.utils.exceptions import AdapterParseError
 from dspy.utils.parallelizer import ParallelExecutor
 
@@ -187,22 +188,42 @@ class TapeLM(dspy.BaseLM):
         self.host = host
         self.parse: Parse | None = None
         self.inputs: Fields = {}
+        self.unread: AdapterParseError | None = None
+        """Exception for the reply, if it does not parse."""
 
-    def __call__(
-        self, prompt: str | None = None, *, messages: Sequence[Message] | None = None, **options: object
-    ) -> list[str]:
+    def __call__(self, *request: Any, **named: Any) -> list[str]:
         """Called by adapters."""
-        return [self.host.wait(self._reply(prompt, messages, options))]
+        return self._read(self._told(*request, **named))
 
-    async def acall(
-        self, prompt: str | None = None, *, messages: Sequence[Message] | None = None, **options: object
-    ) -> list[str]:
+    async def acall(self, *request: Any, **named: Any) -> list[str]:
         """Called by adapters."""
-        return [await self.host.awaited(self._reply(prompt, messages, options))]
+        return self._read(await self._atold(*request, **named))
+
+    # What LM callbacks see: a reply that does not parse is no error of the LM's. Arguments have the names of DSPy's.
+    @with_callbacks
+    def _told(
+        self, prompt: str | None = None, *, messages: Sequence[Message] | None = None, **kwargs: object
+    ) -> list[str]:
+        return [self.host.wait(self._reply(prompt, messages, kwargs))]
+
+    @with_callbacks
+    async def _atold(
+        self, prompt: str | None = None, *, messages: Sequence[Message] | None = None, **kwargs: object
+    ) -> list[str]:
+        return [await self.host.awaited(self._reply(prompt, messages, kwargs))]
+
+    def _read(self, texts: list[str]) -> list[str]:
+        if self.unread is not None:
+            raise self.unread
+        return texts
 
     async def _reply(self, prompt: str | None, messages: Sequence[Message] | None, options: Fields) -> str:
-        sent_messages = messages_of(prompt, messages)
-        return await self.host.call(sent_messages, self.parse, self.inputs, {**self.kwargs, **options})
+        sent_messages, self.unread = messages_of(prompt, messages), None
+        try:
+            return await self.host.call(sent_messages, self.parse, self.inputs, {**self.kwargs, **options})
+        except AdapterParseError as error:
+            self.unread = error
+            return str(error.lm_response)
 
     def copy(self, **options: object) -> dspy.BaseLM:
         """Copy it for an attempt of `BestOfN` or `Refine`, or for a program that sets options for some requests."""
