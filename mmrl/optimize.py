@@ -25,6 +25,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -199,25 +200,8 @@ def load(program: dspy.Module, run_dir: Path | str) -> dspy.Module:
     Raises:
         ConfigError: the program has other predictors than the run's, or the run has no checkpoint.
     """
-    from mmrl.run.build import fixed_engine
-    from mmrl.run.check import served
-    from mmrl.run.settle import settle, stored_config
-
     folder = Path(run_dir)
-    config = stored_config(rows[-1] if (rows := rows_of(folder)) else folder, RootConfig)
-    # With the limits and the engine of training: the program is to speak as it did there.
-    shared = {name: getattr(config, name) for name in ("seed", "task", "model", "hardware", "engine", "eval", "run")}
-    evaluation = settle(EvalCommandConfig(policy=str(folder), plugins=config.plugins, **shared))
-    policy = served(evaluation)
-    names = [name for name, _ in program.named_predictors()]
-    if policy.modules is not None and (missing := [name for name in names if name not in policy.modules]):
-        raise ConfigError(
-            f"{folder}: has no weights for {', '.join(missing)}; its modules are {', '.join(policy.modules)}"
-        )
-    # Left open: the engine serves for as long as the program is used.
-    resources = ExitStack()
-    engine, tokenizer = resources.enter_context(fixed_engine(evaluation, policy, folder, evaluation.policy))
-    lm = ServedPolicy(f"mmrl/{folder.name}", engine, tokenizer, resources, config.task.max_tokens)
+    lm = _served(folder, [name for name, _ in program.named_predictors()])
     trained = copy.deepcopy(program)
     if (prompts := prompts_of(str(folder))[1]) is not None:
         set_prompts(trained, prompts)
@@ -226,6 +210,28 @@ def load(program: dspy.Module, run_dir: Path | str) -> dspy.Module:
         predictor.lm = PolicyLM(lm, name)
     trained.run_dir = folder
     return trained
+
+
+def _served(folder: Path, predictors: Sequence[str] = ()) -> ServedPolicy:
+    """Open the policy of a run, which has to have weights for all of these predictors."""
+    from mmrl.run.build import fixed_engine
+    from mmrl.run.check import served
+    from mmrl.run.settle import settle, stored_config
+
+    config = stored_config(rows[-1] if (rows := rows_of(folder)) else folder, RootConfig)
+    # With the limits and the engine of training: the program is to speak as it did there.
+    shared = {name: getattr(config, name) for name in ("seed", "task", "model", "hardware", "engine", "eval", "run")}
+    evaluation = settle(EvalCommandConfig(policy=str(folder), plugins=config.plugins, **shared))
+    policy = served(evaluation)
+    if policy.modules is not None and (missing := [name for name in predictors if name not in policy.modules]):
+        raise ConfigError(
+            f"{folder}: has no weights for {', '.join(missing)}; its modules are {', '.join(policy.modules)}"
+        )
+    # Left open: the engine serves for as long as the program is used.
+    resources = ExitStack()
+    engine, tokenizer = resources.enter_context(fixed_engine(evaluation, policy, folder, evaluation.policy))
+    name, limit = f"mmrl/{folder.name}", config.task.max_tokens
+    return ServedPolicy(name, engine, tokenizer, resources, limit, reopen=partial(_served, folder.absolute()))
 
 
 @contextmanager

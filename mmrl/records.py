@@ -150,6 +150,8 @@ class Rollout:
     """Task metrics of this rollout (em, f1, accuracy, ...)."""
     parts: Mapping[str, float] = EMPTY
     """Components of the reward, by name."""
+    feedback: Mapping[str, str] = EMPTY
+    """What the task's score says in words, by module; of all of them under an empty name."""
     counterfactuals: Mapping[str, float] = EMPTY
     """Module -> outcome of the same rollout played again with that module's replies exchanged."""
     calls_again: int = 0

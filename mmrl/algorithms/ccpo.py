@@ -62,8 +62,11 @@ class Ccpo(Algorithm):
         for example, rollouts in by_example(forest).items():
             for module in forest.modules:
                 calling = [r for r in rollouts if any(call.module == module for call in r.path)]
+                # A file, or a run with other settings, may have those of further modules.
                 counterfactuals = [
-                    r.rollout.counterfactuals[module] for r in calling if module in r.rollout.counterfactuals
+                    r.rollout.counterfactuals[module]
+                    for r in calling
+                    if module in exchanged and module in r.rollout.counterfactuals
                 ]
                 if module in exchanged:
                     expected, replayed = expected + len(calling), replayed + len(counterfactuals)

@@ -19,7 +19,7 @@ from mmrl.config import AlgoConfig
 from mmrl.config.algo import GigpoConfig
 from mmrl.credit.backward import discounted
 from mmrl.credit.entries import Credit, Entry, Group, Member, Reward
-from mmrl.credit.groups import compare, weigh
+from mmrl.credit.groups import compare, weigh_rollouts
 from mmrl.credit.scored import ScoredRollout, by_example
 from mmrl.records import Call, Forest
 
@@ -36,18 +36,23 @@ class Gigpo(Algorithm):
         rollouts = [rollout for samples in examples.values() for rollout in samples]
         episodes = compare([_episodes(example, samples, algo.count) for example, samples in examples.items()], algo)
         states, within = _states(rollouts, algo)
-        # A rollout is one sequence of the loss, however it was compared.
-        sequences = [
-            Group(group.id, tuple(Member(r.path, r.outcome) for r in samples), vanished=group.vanished)
-            for group, samples in zip(episodes, examples.values(), strict=True)
-        ]
+        # Equal rewards have equal advantages, so that a reward names its rollout's.
+        episode = {(g.id, member.reward.total): member.advantage for g in episodes for member in g.members}
+        advantages = {
+            example: [
+                episode[example, r.reward] + algo.step_coef * step.advantage
+                for r in samples
+                for step in within[r.rollout.id]
+            ]
+            for example, samples in examples.items()
+        }
+        sequences = weigh_rollouts(examples, advantages, algo, minibatch)
         entries = []
-        for group, samples, weighed in zip(episodes, examples.values(), weigh(sequences, algo, minibatch), strict=True):
-            # Equal rewards have equal advantages, so that a reward names its rollout's.
-            advantages = {member.reward.total: member.advantage for member in group.members}
+        for group, samples, weighed in zip(episodes, examples.values(), sequences, strict=True):
             for rollout, sequence in zip(samples, weighed.members, strict=True):
                 for call, step in zip(rollout.path, within[rollout.rollout.id], strict=True):
-                    entries.append(_entry(call, group, sequence, advantages[rollout.reward], step, algo.step_coef))
+                    whole = episode[group.id, rollout.reward]
+                    entries.append(_entry(call, group, sequence, whole, step, algo.step_coef))
         anchored = sum(len(group.members) for group in states if not group.of_one)
         counts = {"credit/anchored_share": anchored, "credit/first_share": len(rollouts)}
         shares = {name: count / len(entries) for name, count in counts.items() if entries}

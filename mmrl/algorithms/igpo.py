@@ -19,7 +19,7 @@ from mmrl.config import AlgoConfig
 from mmrl.config.algo import IgpoConfig
 from mmrl.credit.backward import discounted
 from mmrl.credit.entries import Credit, Group, Member, Reward
-from mmrl.credit.groups import compare, weigh
+from mmrl.credit.groups import compare, weigh_rollouts
 from mmrl.credit.scored import by_example
 from mmrl.records import Forest
 
@@ -47,13 +47,10 @@ class Igpo(Algorithm):
         }
         outcomes = {name: [Member(r.path[-1:], r.outcome) for r in rollouts] for name, rollouts in examples.items()}
         groups = compare([Group(name, (*turns[name], *outcomes[name])) for name in examples], algo)
-        # A rollout is one sequence of the loss, however its turns were compared.
-        sequences = [
-            Group(group.id, tuple(Member(r.path, r.outcome) for r in rollouts), vanished=group.vanished)
-            for group, rollouts in zip(groups, examples.values(), strict=True)
-        ]
+        advantages = {group.id: [member.advantage for member in group.members] for group in groups}
+        sequences = weigh_rollouts(examples, advantages, algo, minibatch)
         entries = []
-        for group, rollouts, weighed in zip(groups, examples.values(), weigh(sequences, algo, minibatch), strict=True):
+        for group, rollouts, weighed in zip(groups, examples.values(), sequences, strict=True):
             remaining = iter(group.members)
             before = [
                 [next(remaining) if call.turn_reward is not None else None for call in r.path[:-1]] for r in rollouts

@@ -24,7 +24,7 @@ from mmrl.config import AlgoConfig
 from mmrl.config.algo import MtGrpoConfig, MtGrpoVariableConfig, TurnGroupConfig
 from mmrl.credit.backward import discounted
 from mmrl.credit.entries import Credit, Entry, Group, Member, Reward
-from mmrl.credit.groups import compare, weigh
+from mmrl.credit.groups import compare, weigh_rollouts
 from mmrl.credit.scored import ScoredRollout, by_example
 from mmrl.records import Forest
 
@@ -47,13 +47,8 @@ class MtGrpo(Algorithm):
         # Turns are compared one by one, then added up along the rollout: comparing the sums would be GRPO-MR again.
         algo = TurnGroupConfig.narrow(algo)
         examples = compare_turns(by_example(forest), algo, self.rules(algo))
-        # Tokens are weighed by whole rollouts, as in GRPO; an example without any advantage may count as not sampled.
-        rollouts = [
-            Group(name, members, vanished=algo.drops_constant and len(members) > 1 and example.flat)
-            for name, example in examples.items()
-            for members in [tuple(Member(scored.path, scored.outcome) for scored in example.rollouts)]
-        ]
-        weighed = weigh(rollouts, algo, minibatch)
+        advantages = {name: example.advantages(algo) for name, example in examples.items()}
+        weighed = weigh_rollouts({name: e.rollouts for name, e in examples.items()}, advantages, algo, minibatch)
         entries = [
             entry
             for example, group in zip(examples.values(), weighed, strict=True)
@@ -134,24 +129,27 @@ class TurnGroup:
     columns: Mapping[str | int, Group]
     """Quantity that was compared (number of a turn, `outcome`, `combined`) -> its group."""
 
-    @property
-    def flat(self) -> bool:
-        """True if no turn of any rollout has an advantage."""
-        return not any(member.advantage for group in self.columns.values() for member in group.members)
+    def advantages(self, algo: TurnGroupConfig) -> list[float]:
+        """Return the advantage of every turn, with those of the turns after it."""
+        return [total for turns in self.turns for *_, total in _totals(turns, algo)]
 
     def entries(self, index: int, algo: TurnGroupConfig, weight: float) -> list[Entry]:
         """Make entries for the `index`-th rollout's calls, with the advantages of their turn and of those after it."""
-        path, turns = self.rollouts[index].path, self.turns[index]
-        single = [turn.advantage if turn.outcome else algo.turn_coef * turn.advantage for turn in turns]
-        # The first absent turn stands at the last turn's position, l = n, so both reach turn k with alpha^(n-k).
-        absent = [algo.turn_coef * sum(discounted(turn.absent, algo.alpha)[:1]) for turn in turns]
-        totals = discounted([a + b for a, b in zip(single, absent, strict=True)], algo.alpha)
-        entries = []
-        for turn, advantage, after, total in zip(turns, single, absent, totals, strict=True):
+        path, entries = self.rollouts[index].path, []
+        for turn, advantage, after, total in _totals(self.turns[index], algo):
             later = {"absent_turns": after} if turn.absent else {}
             reward = replace(turn.reward, parts={**turn.reward.parts, "own_advantage": advantage, **later})
             entries += [turn.group.entry(path[position], reward, total, weight) for position in turn.positions]
         return entries
+
+
+def _totals(turns: Sequence[Turn], algo: TurnGroupConfig) -> list[tuple[Turn, float, float, float]]:
+    """Return each turn of a rollout with its own advantage, that of absent turns, and all that reaches it, added up."""
+    single = [turn.advantage if turn.outcome else algo.turn_coef * turn.advantage for turn in turns]
+    # The first absent turn stands at the last turn's position, l = n, so both reach turn k with alpha^(n-k).
+    absent = [algo.turn_coef * sum(discounted(turn.absent, algo.alpha)[:1]) for turn in turns]
+    totals = discounted([a + b for a, b in zip(single, absent, strict=True)], algo.alpha)
+    return list(zip(turns, single, absent, totals, strict=True))
 
 
 def compare_turns(

@@ -86,7 +86,7 @@ class Group:
     constant: bool = False
     """True if all rewards are equal: every advantage is 0."""
     vanished: bool = False
-    """Constant under `zero_variance=drop` (or `refill`): treated as if it had not been sampled."""
+    """Without any advantage under `zero_variance=drop` (or `refill`): treated as if it had not been sampled."""
 
     @property
     def of_one(self) -> bool:

@@ -6,12 +6,13 @@ Third and last step of credit (rewards -> groups -> advantages -> weights).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from mmrl.config.algo import GroupConfig
 from mmrl.credit.entries import Group, Member
 from mmrl.credit.loss_weights import Minibatches, Unit, per_token, two_level
+from mmrl.credit.scored import ScoredRollout
 from mmrl.errors import DataError
 
 
@@ -72,6 +73,28 @@ def weigh(groups: Sequence[Group], algo: GroupConfig, minibatch: Minibatches = N
 
     units = [unit(group, member) for group in groups for member in group.members]
     return with_weights(groups, per_token(units, two_level(units, minibatch), algo, minibatch))
+
+
+def weigh_rollouts(
+    examples: Mapping[str, Sequence[ScoredRollout]],
+    advantages: Mapping[str, Sequence[float]],
+    algo: GroupConfig,
+    minibatch: Minibatches = None,
+) -> list[Group]:
+    """Weigh rollouts as one sequence of the loss each, however their calls were compared: a group for each example.
+
+    Args:
+        advantages: example -> advantages of all its calls. Without any, it may count as not sampled.
+    """
+    groups = [
+        Group(
+            example,
+            tuple(Member(rollout.path, rollout.outcome) for rollout in rollouts),
+            vanished=algo.drops_constant and len(rollouts) > 1 and not any(advantages[example]),
+        )
+        for example, rollouts in examples.items()
+    ]
+    return weigh(groups, algo, minibatch)
 
 
 def with_weights(groups: Sequence[Group], weights: Sequence[float]) -> list[Group]:

@@ -210,6 +210,12 @@ class RolloutContext:
         """Calls so far whose reply does not parse."""
         return [call for call in self.calls if not call.ok]
 
+    @property
+    def too_long(self) -> bool:
+        """True if a prompt so far left no room in the context, of which no call is recorded."""
+        outcomes = [event.outcome for event in self.events if event.kind == "call"]
+        return any(o.done() and not o.cancelled() and isinstance(o.exception(), LengthFailure) for o in outcomes)
+
     def _prompt(
         self,
         messages: Sequence[Message] | str,

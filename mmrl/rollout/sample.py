@@ -15,7 +15,15 @@ from dataclasses import dataclass, field, replace
 
 from mmrl import rng
 from mmrl.engines.base import Engine
-from mmrl.errors import ParseFailure, ProgramFailure, RewardFailure, RolloutError, RolloutTimeout, Stopped
+from mmrl.errors import (
+    LengthFailure,
+    ParseFailure,
+    ProgramFailure,
+    RewardFailure,
+    RolloutError,
+    RolloutTimeout,
+    Stopped,
+)
 from mmrl.records import EMPTY, Call, Example, Forest, Rollout, caught
 from mmrl.rollout.context import RolloutContext
 from mmrl.rollout.environment import Environment
@@ -172,8 +180,9 @@ class _Tree:
             if _ends_the_process(error):
                 raise
             raise _raised(ctx, ProgramFailure, error) from error
-        if prediction is None and ctx.unread:
-            raise ParseFailure("the program returned None after a reply that does not parse")
+        if prediction is None and (of_model := _of_model(ctx)) is not None:
+            failure, when = of_model
+            raise failure(f"the program returned None {when}")
         return prediction
 
     async def _execute(self, ctx: RolloutContext, program: Program | None = None) -> Rollout:
@@ -189,7 +198,7 @@ class _Tree:
             return self._failed(ctx, failure)
         rollout = self._rollout(ctx, score.reward)
         metrics = {**score.metrics, **rollout.metrics}
-        return replace(rollout, prediction=described, metrics=metrics, parts=score.parts)
+        return replace(rollout, prediction=described, metrics=metrics, parts=score.parts, feedback=score.feedback)
 
     async def _score(self, ctx: RolloutContext, prediction: object) -> Score:
         with self.env.scoring.running():
@@ -370,17 +379,25 @@ def _ends_the_process(error: BaseException) -> bool:
 
 
 def _raised(ctx: RolloutContext, kind: type[RolloutError], error: BaseException) -> RolloutError:
-    """Return the failure that stands for an exception in the code of a program or its reward.
-
-    After a reply that does not parse, which the program caught, it is laid to the model: code that expects a value
-    finds none. Laid to the program, a model that never parses would be a broken program, and never trained.
-    """
+    """Return the failure that stands for an exception in the code of a program or its reward."""
     failure = located(kind, error)
-    if not ctx.unread:
+    if (of_model := _of_model(ctx)) is None:
         return failure
-    parse = ParseFailure(f"after a reply that does not parse: {failure}")
-    parse.traceback = failure.traceback
-    return parse
+    model_kind, when = of_model
+    laid = model_kind(f"{when}: {failure}")
+    laid.traceback = failure.traceback
+    return laid
+
+
+def _of_model(ctx: RolloutContext) -> tuple[type[RolloutError], str] | None:
+    """Return the kind of failure that is laid to the model, and after what, if the program had nothing to go on with.
+
+    The program caught it, and then code that expects a value finds none. Laid to the program, a model that never parses
+    would be a broken program, and never trained.
+    """
+    if ctx.unread:
+        return ParseFailure, "after a reply that does not parse"
+    return (LengthFailure, "after a prompt that is too long") if ctx.too_long else None
 
 
 def _name(path: Sequence[int]) -> str:
@@ -403,6 +420,7 @@ def _finite(score: Score) -> Score:
         reward=finite_numbers({"reward": score.reward})["reward"],
         metrics=finite_numbers(score.metrics),
         parts=finite_numbers(score.parts),
+        feedback=score.feedback,
         turn_rewards=finite_numbers(score.turn_rewards),
     )
 

@@ -233,6 +233,8 @@ class Score:
     """Reported numbers of the rollout (em, f1, accuracy, ...)."""
     parts: Mapping[str, float] = EMPTY
     """Components of the reward."""
+    feedback: Mapping[str, str] = EMPTY
+    """What is said of it in words, for optimisers of prompts: by module; of all of them under an empty name."""
     turn_rewards: Mapping[str, float] = EMPTY
     """Call id -> intermediate reward; only for reward sets with turn rewards, never for the last call."""
 

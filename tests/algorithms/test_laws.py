@@ -311,6 +311,23 @@ def test_law_9_no_weights_beyond_one_whatever_fails_or_is_empty(forest, name):
         assert all(math.isfinite(value) for value in (*entry.advantages, *entry.weights, entry.reward))
 
 
+@LAW
+@given(st.data(), st.sampled_from(GROUPED), st.sampled_from(["group", "batch"]))
+def test_law_9_dropping_leaves_out_what_has_no_advantage_and_nothing_else(data, name, std_over):
+    forest = data.draw(forests_of(name, failures=False, examples=4, rollouts=(2, 4)))
+    outcomes = {example: data.draw(st.sampled_from([None, 1.0])) for example in forest.examples}
+    rollouts = tuple(r if outcomes[r.example] is None else replace(r, reward=1.0) for r in forest.rollouts)
+    calls = {c.id: replace(c, facts={"state": data.draw(st.sampled_from("xy"))}) for c in forest.calls.values()}
+    forest = replace(forest, rollouts=rollouts, calls=calls)
+    taught = {}
+    for how in ("keep", "drop"):
+        result = credit(forest, name, zero_variance=how, std_over=std_over)
+        taught[how] = {e.call for e in result.entries if any(e.weights) and any(e.advantages)}
+        examples = {forest.calls[entry.call].example for entry in result.entries if any(entry.weights)}
+    assert taught["keep"] == taught["drop"]
+    assert examples == {forest.calls[call].example for call in taught["drop"]}
+
+
 @pytest.mark.parametrize("mean", ["seq", "token", "constant"])
 @pytest.mark.parametrize("name", ["grpo", "mmgrpo", "mhgpo_fof", "dr_mas", "mappo"])
 def test_tokens_of_a_frozen_module_count_nowhere(name, mean):

@@ -117,6 +117,24 @@ def test_ccpo_has_the_others_mean_where_a_second_play_failed():
     assert_same(rows(credit(forest, "ccpo")), rows(credit(forest, "dr_mas", scale=False)))
 
 
+@pytest.mark.parametrize(
+    ("exchanged", "used"), [(None, ["thinker"]), (("thinker",), ["thinker"]), (("solver",), ["solver"])]
+)
+@pytest.mark.parametrize("kind", ["bonus", "difference"])
+def test_ccpo_uses_no_counterfactual_of_a_module_that_is_not_exchanged(exchanged, used, kind):
+    """As a file may have them: of the last module, or of others than `algo.exchanged` names."""
+    grow = Grow(("thinker", "solver"))
+    for index, reward in enumerate((1.0, 0.0)):
+        grow.chain(f"q/{index}", ("thinker", "solver"), reward, counterfactuals={"thinker": 0.0, "solver": 0.25})
+    entries = by_call(credit(grow.forest, "ccpo", credit=kind, exchanged=exchanged))
+    # bonus: 1 is a success where the others' mean is none; difference: minus what came without the module
+    changed = {"thinker": {"bonus": [1.2, 0.0], "difference": [1.0, 0.0]}}
+    changed["solver"] = {"bonus": [1.2, 0.0], "difference": [0.75, -0.25]}
+    for number, module in enumerate(("thinker", "solver")):
+        expected = changed[module][kind] if module in used else [1.0, 0.0]
+        assert [entries[f"q/{i}#{number}"].reward for i in (0, 1)] == pytest.approx(expected)
+
+
 OUTCOMES = st.lists(st.sampled_from([0.0, 0.3, 1.0]), min_size=2, max_size=5)
 
 
@@ -199,6 +217,26 @@ def test_gigpo_worked_example():
     counted = by_call(credit(maze(), "gigpo", eps=0.0, step_coef=0.0, count="call"))
     assert advantage(counted["q/0#0"]) == pytest.approx(1.095445, abs=1e-6)
     assert advantage(counted["q/1#0"]) == pytest.approx(-0.730297, abs=1e-6)
+
+
+def test_gigpo_keeps_an_example_of_equal_outcomes_whose_steps_differ():
+    grow = Grow(("agent",))
+    for name, size in (("q/0", 1), ("q/1", 2), ("flat/0", 1), ("flat/1", 1)):
+        parent = None
+        for turn in range(size):
+            parent = grow.call(f"{name}#{turn}", parent, "agent", 2, facts={"state": "door"})
+        grow.end(parent, 1.0, id=name)
+    found = by_call(credit(grow.forest, "gigpo", zero_variance="drop", eps=0.0, gamma=0.5))
+    # returns at the door: 1, 0.5, 1; a rollout has half of the only example's weight, over its 2 or 4 tokens
+    numbers = {call: (advantage(entry), entry.weights[0]) for call, entry in found.items()}
+    expected = {"q/0#0": (3**-0.5, 0.25), "q/1#0": (-2 * 3**-0.5, 0.125), "q/1#1": (3**-0.5, 0.125)}
+    assert numbers == {
+        **{call: pytest.approx(pair) for call, pair in expected.items()},
+        "flat/0#0": (0, 0),
+        "flat/1#0": (0, 0),
+    }
+    unheard = credit(grow.forest, "gigpo", zero_variance="drop", step_coef=0.0)
+    assert not any(any(entry.weights) for entry in unheard.entries)
 
 
 @LAW

@@ -91,7 +91,7 @@ def test_a_metric_gets_dspys_own_objects_and_the_journal_their_json(own):
 
 
 def test_metrics_of_gepas_form_and_judges_that_are_dspy_programs(own):
-    assert [r.reward for r in own("with_feedback")] == [2.0, 2.0]
+    assert [(r.reward, dict(r.feedback)) for r in own("with_feedback")] == [(2.0, {"": "well"})] * 2
     assert [(r.reward, r.error_message) for r in own("judged")] == [(1.0, "")] * 2
 
 

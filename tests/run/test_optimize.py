@@ -124,6 +124,47 @@ def test_the_program_speaks_with_the_trained_policy_in_plain_dspy(made: Any) -> 
         lm("question", logprobs=True)
 
 
+def test_the_program_streams_as_its_tokens_come(made: Any) -> None:
+    """By `forward` and awaited; listeners get the field, and what is streamed adds up to what is said without."""
+    program, _ = made
+
+    async def streamed(run: Any, **options: Any) -> list[Any]:
+        return [part async for part in dspy.streamify(run, **options)(text=DEVSET[0].text)]
+
+    for options in ({}, {"is_async_program": True}):
+        run = program.classify if options else program
+        *parts, last = asyncio.run(streamed(run, **options))
+        said = run(text=DEVSET[0].text)
+        assert dict(last) == dict(said) and len(parts) > 5
+        lm = program.classify.predict.lm
+        assert "".join(part.choices[0].delta.content or "" for part in parts) == lm.history[-1]["outputs"][0]
+        assert parts[-1].choices[0].finish_reason == "stop"
+    listener = dspy.streaming.StreamListener(signature_field_name="reasoning")
+    heard = [part for part in asyncio.run(streamed(program, stream_listeners=[listener])) if hasattr(part, "chunk")]
+    assert "".join(part.chunk for part in heard).strip() == program(text=DEVSET[0].text).reasoning
+    assert len(heard) > 1
+
+
+def test_what_is_too_long_and_what_is_cut_is_said_as_dspy_says_it(made: Any) -> None:
+    lm = made[0].classify.predict.lm
+    with pytest.raises(dspy.utils.exceptions.ContextWindowExceededError, match="leaves no room in a context of"):
+        lm("word " * 5000)
+    request = dspy.lm15.Request(
+        model=lm.model, messages=(dspy.lm15.Message.user("question"),), config=dspy.lm15.Config(max_tokens=2)
+    )
+    assert lm.engine.complete(request).finish_reason == "length"
+
+
+def test_a_program_that_is_saved_whole_opens_its_run_where_it_is_loaded(made: Any, tmp_path: Path) -> None:
+    program, folder = made
+    program.save(tmp_path / "whole", save_program=True)
+    loaded = dspy.load(tmp_path / "whole", allow_pickle=True)
+    predictor = loaded.classify.predict
+    assert predictor.lm.served is not program.classify.predict.lm.served and loaded.run_dir == folder
+    assert dict(loaded(text=DEVSET[0].text)) == dict(program(text=DEVSET[0].text))
+    predictor.lm.served.close()
+
+
 def test_an_export_loads_in_plain_dspy_and_has_the_names_of_the_objects_in_python(made: Any, tmp_path: Path) -> None:
     program, folder = made
     program.save(str(tmp_path / "own.json"))

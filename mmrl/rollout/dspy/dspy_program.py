@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import dspy
+from dspy.utils.callback import with_callbacks
 from dspy.utils.exceptions import AdapterParseError
 from dspy.utils.parallelizer import ParallelExecutor
 
 from mmrl.errors import ConfigError, ParseFailure, ProgramFailure, refuse, unknown
 from mmrl.records import Call, Example
 from mmrl.rollout.dspy.attempts import counted_anew
+from mmrl.rollout.dspy.given_up import raise_given_up
 from mmrl.rollout.dspy.guard import guarded
 from mmrl.rollout.dspy.host import Host, Parse, checked_messages, messages_of, record_tools
 from mmrl.rollout.dspy.structure import Structure
@@ -45,8 +47,9 @@ class DspyProgram:
     all live programs wait in it). The prediction is what the module returns.
 
     A reply that the adapter cannot parse is retried as `parse_retries` says; then the module gets DSPy's exception,
-    which ends the rollout unless the module catches it. `present_fields` / `expected_fields` of the failing call are
-    the output fields that were read and those of the signature (0 read where a value has the wrong type).
+    which ends the rollout unless the module catches it; so it is with a prompt that is too long. `present_fields` /
+    `expected_fields` of the failing call are the output fields that were read and those of the signature (0 read where
+    a value has the wrong type).
 
     Args:
         layout: `task.prompt_layout`.
@@ -129,7 +132,8 @@ class DspyProgram:
         except Exception as error:
             # what ended the rollout, not what the module or DSPy made of it
             host.raise_failure()
-            host.raise_parse_failure(error)
+            host.raise_uncaught(error)
+            raise_given_up(error)
             raise
         finally:
             host.close()
@@ -184,22 +188,42 @@ class TapeLM(dspy.BaseLM):
         self.host = host
         self.parse: Parse | None = None
         self.inputs: Fields = {}
+        self.unread: AdapterParseError | None = None
+        """Exception for the reply, if it does not parse."""
 
-    def __call__(
-        self, prompt: str | None = None, *, messages: Sequence[Message] | None = None, **options: object
-    ) -> list[str]:
+    def __call__(self, *request: Any, **named: Any) -> list[str]:
         """Called by adapters."""
-        return [self.host.wait(self._reply(prompt, messages, options))]
+        return self._read(self._told(*request, **named))
 
-    async def acall(
-        self, prompt: str | None = None, *, messages: Sequence[Message] | None = None, **options: object
-    ) -> list[str]:
+    async def acall(self, *request: Any, **named: Any) -> list[str]:
         """Called by adapters."""
-        return [await self.host.awaited(self._reply(prompt, messages, options))]
+        return self._read(await self._atold(*request, **named))
+
+    # What LM callbacks see: a reply that does not parse is no error of the LM's. Arguments have the names of DSPy's.
+    @with_callbacks
+    def _told(
+        self, prompt: str | None = None, *, messages: Sequence[Message] | None = None, **kwargs: object
+    ) -> list[str]:
+        return [self.host.wait(self._reply(prompt, messages, kwargs))]
+
+    @with_callbacks
+    async def _atold(
+        self, prompt: str | None = None, *, messages: Sequence[Message] | None = None, **kwargs: object
+    ) -> list[str]:
+        return [await self.host.awaited(self._reply(prompt, messages, kwargs))]
+
+    def _read(self, texts: list[str]) -> list[str]:
+        if self.unread is not None:
+            raise self.unread
+        return texts
 
     async def _reply(self, prompt: str | None, messages: Sequence[Message] | None, options: Fields) -> str:
-        sent_messages = messages_of(prompt, messages)
-        return await self.host.call(sent_messages, self.parse, self.inputs, {**self.kwargs, **options})
+        sent_messages, self.unread = messages_of(prompt, messages), None
+        try:
+            return await self.host.call(sent_messages, self.parse, self.inputs, {**self.kwargs, **options})
+        except AdapterParseError as error:
+            self.unread = error
+            return str(error.lm_response)
 
     def copy(self, **options: object) -> dspy.BaseLM:
         """Copy it for an attempt of `BestOfN` or `Refine`, or for a program that sets options for some requests."""

@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 
 import dspy
 from dspy.utils.callback import with_callbacks
-from dspy.utils.exceptions import AdapterParseError
+from dspy.utils.exceptions import AdapterParseError, ContextWindowExceededError
 from pydantic import BaseModel
 
-from mmrl.errors import ParseFailure, ProgramFailure, RolloutError
+from mmrl.errors import LengthFailure, ParseFailure, ProgramFailure, RolloutError
 from mmrl.rollout.dspy.structure import Structure, option_problem
 from mmrl.system.user_code import in_thread, is_async
 from mmrl.tasks.base import Context, Message
@@ -34,8 +34,9 @@ class Host:
     def __init__(self, ctx: Context, structure: Structure, loop: asyncio.AbstractEventLoop):
         self.ctx, self.structure, self.loop = ctx, structure, loop
         self.failure: RolloutError | None = None
-        self._unread: list[tuple[AdapterParseError, ParseFailure]] = []
-        """The module's exception for each reply that does not parse, and the failure in the record."""
+        self._caught: list[tuple[Exception, RolloutError]] = []
+        """The module's exception for each reply that does not parse and each prompt that is too long, and the failure
+        that it stands for."""
         self.unread_call: tuple[Any, Mapping[str, object]] | None = None
         """Predictor and inputs of the last of these replies."""
         self._lock = threading.Lock()
@@ -63,15 +64,18 @@ class Host:
                     stop=(stop,) if isinstance(stop, str) else tuple(stop),
                 )
                 return reply.text
+            except LengthFailure as error:
+                failure: RolloutError = error
+                raised: Exception = ContextWindowExceededError(message=str(error))
             except ParseFailure as error:
                 # Without one the call has no reply: a teacher's rollout ended where the student's program goes on.
                 if not isinstance(error.__cause__, AdapterParseError):
                     raise
-                failure, unread = error, _same(error.__cause__)
+                failure, raised = error, _same(error.__cause__)
+                self.unread_call = (dspy.settings.caller_modules[-1], inputs)
         # Not a failure of the rollout: the module may catch it, as in plain DSPy, and go on.
-        self._unread.append((unread, failure))
-        self.unread_call = (dspy.settings.caller_modules[-1], inputs)
-        raise unread
+        self._caught.append((raised, failure))
+        raise raised
 
     async def tool(self, name: str, **arguments: object) -> object:
         """See `mmrl.tasks.dspy.tools.Host.tool`."""
@@ -132,12 +136,14 @@ class Host:
         if self.failure is not None:
             raise self.failure
 
-    def raise_parse_failure(self, error: Exception) -> None:
-        """Raise what a reply that does not parse is in the record, if `error` is what the module got for it."""
-        for unread, failure in self._unread:
-            if unread is error:
+    def raise_uncaught(self, error: Exception) -> None:
+        """Raise the failure that `error` stands for, if it is what the module got for a reply or a prompt."""
+        for raised, failure in self._caught:
+            if raised is error:
                 # Without the cause, by which `call` knows a reply.
-                raise ParseFailure(str(failure), failure.present, failure.expected) from None
+                if isinstance(failure, ParseFailure):
+                    failure = ParseFailure(str(failure), failure.present, failure.expected)
+                raise failure from None
 
     @contextmanager
     def _first_failure(self) -> Iterator[None]:

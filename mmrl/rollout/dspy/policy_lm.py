@@ -9,23 +9,28 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, TypeVar
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import dspy
 from dspy import lm15
 
 from mmrl.engines.base import Completion, Engine, Request, Sampling
+from mmrl.errors import LengthFailure
 from mmrl.models.chat import decode_text, render_prompt
+from mmrl.models.growing import GrowingText
 from mmrl.rng import digest
 from mmrl.tasks.base import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-T = TypeVar("T")
+StreamEvent: TypeAlias = lm15.StreamStartEvent | lm15.StreamDeltaEvent | lm15.StreamEndEvent
+OnToken = Callable[[int], None]
 OPTIONS = frozenset({"temperature", "max_tokens", "top_p", "top_k", "stop"})
 """Options of a request that have an effect on a policy."""
 
@@ -37,6 +42,7 @@ class Answer:
     text: str
     prompt_tokens: int
     completion_tokens: int
+    finish: Literal["stop", "length"] = "stop"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,26 +56,20 @@ class TextEngine:
         return _response(request, self.answer(_messages(request), request.config))
 
 
-@dataclass(frozen=True, slots=True)
-class AsyncTextEngine:
-    """An engine of `dspy.LM` whose requests an async function answers."""
-
-    answer: Callable[[list[Message], lm15.Config], Awaitable[Answer]]
-
-    async def complete(self, request: lm15.Request) -> lm15.Response:
-        """See `dspy.clients.engines.base.AsyncEngine`."""
-        return _response(request, await self.answer(_messages(request), request.config))
-
-
 def _messages(request: lm15.Request) -> list[Message]:
     system: list[Message] = [] if request.system is None else [{"role": "system", "content": str(request.system)}]
     return [*system, *({"role": str(m.role), "content": m.text or ""} for m in request.messages)]
 
 
 def _response(request: lm15.Request, answer: Answer) -> lm15.Response:
-    usage = lm15.Usage(input_tokens=answer.prompt_tokens, output_tokens=answer.completion_tokens)
     message = lm15.Message.assistant(answer.text)
-    return lm15.Response(id=None, model=request.model, message=message, finish_reason="stop", usage=usage)
+    return lm15.Response(
+        id=None, model=request.model, message=message, finish_reason=answer.finish, usage=_usage(answer)
+    )
+
+
+def _usage(answer: Answer) -> lm15.Usage:
+    return lm15.Usage(input_tokens=answer.prompt_tokens, output_tokens=answer.completion_tokens)
 
 
 class ServedPolicy:
@@ -79,32 +79,37 @@ class ServedPolicy:
         engine: of the policy.
         resources: closed by `close`: what the engine was built in.
         max_tokens: of a completion where a request says nothing.
+        reopen: called where a pickle of it is loaded.
     """
 
     def __init__(
-        self, name: str, engine: Engine, tokenizer: PreTrainedTokenizerBase, resources: ExitStack, max_tokens: int
+        self,
+        name: str,
+        engine: Engine,
+        tokenizer: PreTrainedTokenizerBase,
+        resources: ExitStack,
+        max_tokens: int,
+        reopen: Callable[[], ServedPolicy],
     ):
         self.name, self.engine, self.tokenizer, self.max_tokens = name, engine, tokenizer, max_tokens
+        self._reopen = reopen
         self._resources = resources
         self._numbers = itertools.count()
         # A loop of its own: the caller's may be a notebook's, which a decode must not hold up.
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="mmrl-policy", daemon=True).start()
 
-    def wait(self, work: Coroutine[object, object, T]) -> T:
-        """Return the result of `work` in the engine's thread; blocks."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+    def started(self, module: str, request: lm15.Request, on_token: OnToken | None = None) -> Future[Answer]:
+        """Start a completion with the weights of a module, in the engine's thread.
 
-    async def awaited(self, work: Coroutine[object, object, T]) -> T:
-        """Await the result of `work` in the engine's thread, from any loop."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
-
-    async def answer(self, module: str, messages: list[Message], config: lm15.Config) -> Answer:
-        """Generate a completion with the weights of a module; in the engine's thread.
-
-        Raises:
+        Raises (the future):
             UnsupportedFeatureError: an option that would have no effect.
+            ContextLengthError: the prompt leaves no room in the context.
         """
+        return asyncio.run_coroutine_threadsafe(self._answer(module, request, on_token), self._loop)
+
+    async def _answer(self, module: str, request: lm15.Request, on_token: OnToken | None) -> Answer:
+        config, messages = request.config, _messages(request)
         options = {field.name: getattr(config, field.name) for field in fields(config)} | (config.extensions or {})
         passed = {name for name, value in options.items() if value not in (None, ()) and name != "extensions"}
         if unknown := sorted(passed - OPTIONS):
@@ -122,11 +127,23 @@ class ServedPolicy:
             seed=digest("dspy", number),
         )
         prompt = render_prompt(self.tokenizer, messages)
-        request = Request(
-            prompt_ids=prompt, sampling=sampling, module=module, messages=tuple(messages), order=(number,)
+        generation = Request(
+            prompt_ids=prompt,
+            sampling=sampling,
+            module=module,
+            messages=tuple(messages),
+            order=(number,),
+            on_token=on_token,
         )
-        completion = await generate(self.engine, request)
-        return Answer(decode_text(self.tokenizer, completion.ids), len(prompt), len(completion.ids))
+        try:
+            completion = await generate(self.engine, generation)
+        except LengthFailure as failure:  # as DSPy knows it: its agents shorten what they remember
+            raise lm15.ContextLengthError(str(failure)) from None
+        text, finish = decode_text(self.tokenizer, completion.ids), completion.finish
+        return Answer(text, len(prompt), len(completion.ids), "length" if finish == "length" else "stop")
+
+    def __reduce__(self) -> tuple[Callable[[], ServedPolicy], tuple[()]]:
+        return self._reopen, ()
 
     def close(self) -> None:
         """Free the engine."""
@@ -144,23 +161,92 @@ async def generate(engine: Engine, request: Request) -> Completion:
         engine.leave()
 
 
+@dataclass(frozen=True, slots=True)
+class _PolicyEngine:
+    """An engine of `dspy.LM`: the weights that a module was trained with. Streams text as its tokens come."""
+
+    served: ServedPolicy
+    module: str
+
+    def complete(self, request: lm15.Request) -> lm15.Response:
+        """See `dspy.clients.engines.base.Engine`."""
+        return _response(request, self.served.started(self.module, request).result())
+
+    def stream(self, request: lm15.Request) -> Iterator[StreamEvent]:
+        """See `dspy.clients.engines.base.Engine`."""
+        new: SimpleQueue[int | None] = SimpleQueue()
+        answer = self.served.started(self.module, request, new.put)
+        answer.add_done_callback(lambda _: new.put(None))
+        growing = GrowingText(self.served.tokenizer)
+        try:
+            yield lm15.StreamStartEvent(model=request.model)
+            while (token := new.get()) is not None:
+                yield from _deltas(growing.add(token))
+            yield from _ended(growing.text, answer.result())
+        finally:
+            answer.cancel()  # whoever listened has gone
+
+
+@dataclass(frozen=True, slots=True)
+class _AsyncPolicyEngine:
+    """The async engine beside `_PolicyEngine`."""
+
+    served: ServedPolicy
+    module: str
+
+    async def complete(self, request: lm15.Request) -> lm15.Response:
+        """See `dspy.clients.engines.base.AsyncEngine`."""
+        return _response(request, await asyncio.wrap_future(self.served.started(self.module, request)))
+
+    async def stream(self, request: lm15.Request) -> AsyncIterator[StreamEvent]:
+        """See `dspy.clients.engines.base.AsyncEngine`."""
+        loop, new = asyncio.get_running_loop(), asyncio.Queue[int | None]()
+
+        def put(token: int | None) -> None:
+            with suppress(RuntimeError):  # the listener's loop has ended meanwhile
+                loop.call_soon_threadsafe(new.put_nowait, token)
+
+        answer = self.served.started(self.module, request, put)
+        answer.add_done_callback(lambda _: put(None))
+        growing = GrowingText(self.served.tokenizer)
+        try:
+            yield lm15.StreamStartEvent(model=request.model)
+            while (token := await new.get()) is not None:
+                for event in _deltas(growing.add(token)):
+                    yield event
+            for event in _ended(growing.text, answer.result()):
+                yield event
+        finally:
+            answer.cancel()
+
+
+def _deltas(text: str) -> list[StreamEvent]:
+    return [lm15.StreamDeltaEvent(lm15.TextDelta(text))] if text else []
+
+
+def _ended(sent: str, answer: Answer) -> list[StreamEvent]:
+    """Return the events after the last token: the text that was not sent (of some engines all of it), and the end."""
+    end = lm15.StreamEndEvent(finish_reason=answer.finish, usage=_usage(answer))
+    return [*_deltas(answer.text.removeprefix(sent) if answer.text.startswith(sent) else ""), end]
+
+
 class PolicyLM(dspy.LM):
     """The LM of one predictor: the weights that its module was trained with.
 
-    Greedy unless `temperature` says otherwise. It is left out of what `program.save` writes: weights are exported with
-    `mmrl export`.
+    Greedy unless `temperature` says otherwise. It is left out of the state that `program.save` writes: weights are
+    exported with `mmrl export`. A program that is saved whole keeps it, and opens the run again where it is loaded.
     """
 
     def __init__(self, served: ServedPolicy, module: str):
-        self.served = served
+        self.served, self.module = served, module
         super().__init__(
             model=served.name,
             temperature=0.0,
             max_tokens=served.max_tokens,
             cache=False,
             num_retries=0,
-            engine=TextEngine(lambda *request: served.wait(served.answer(module, *request))),
-            async_engine=AsyncTextEngine(lambda *request: served.awaited(served.answer(module, *request))),
+            engine=_PolicyEngine(served, module),
+            async_engine=_AsyncPolicyEngine(served, module),
         )
 
     def dump_state(self) -> None:  # DSPy reads no state as: the LM that is configured

@@ -144,7 +144,7 @@ def _gepa(algo: GepaConfig, bench: Bench) -> dspy.Module:
         gold: dspy.Example, pred: Played, trace: object = None, pred_name: str | None = None, pred_trace: object = None
     ) -> Any:
         # GEPA asks twice: for the score of a batch, and with a predictor's name for what it is to reflect on.
-        return score(gold, pred) if pred_name is None else with_feedback(gold, pred)
+        return score(gold, pred) if pred_name is None else with_feedback(gold, pred, pred_name)
 
     optimiser = GEPA(
         metric=metric,
@@ -167,12 +167,19 @@ LONGEST = 1000
 """Characters of one value in the feedback of a rollout."""
 
 
-def with_feedback(example: dspy.Example, prediction: Played) -> dspy.Prediction:
-    """Return the reward of a rollout and, in words, its failure, metrics, parts of the reward and labels."""
+def with_feedback(example: dspy.Example, prediction: Played, module: str) -> dspy.Prediction:
+    """Return the reward of a rollout and, in words, its failure and what the metric says of it (`feedback`).
+
+    Of a metric that says nothing: metrics, parts of the reward and labels.
+    """
     result = prediction.rollout_result
     lines = [f"The reward is {result['score']:g}."]
     if result["error"] is not None:
         lines.append(f"It failed ({result['error']}): {result['message'][:LONGEST]}")
+    said = result["feedback"]
+    if said:
+        lines.append(said.get(module) or said.get("", ""))
+        return dspy.Prediction(score=float(result["score"]), feedback="\n".join(lines).rstrip())
     # Everything that the task knows of a rollout: a bare number tells a prompt model nothing about what to change.
     for title, numbers in (("Metrics", result["metrics"]), ("Parts of the reward", result["parts"])):
         if numbers:

@@ -37,6 +37,7 @@ from mmrl.stages.step_metrics import refuse_failures
 from mmrl.system.files import JsonObject, plain
 from mmrl.system.json_lines import Store
 from mmrl.tasks.base import Program
+from mmrl.tasks.dspy.own import ImportedTask
 
 T = TypeVar("T")
 THREADS = 64
@@ -261,6 +262,8 @@ class Rollouts:
         # Shallow: data, corpora and tools are large, and no candidate changes them.
         task = copy.copy(stage.task)
         task.program = program
+        if isinstance(task, ImportedTask) and stage.config.algo.name == "gepa":
+            task.asked_about = program.modules
         settings = sampling_settings(stage.config.eval, stage.config.task)
         if need.temperature is not None:
             settings = replace(settings, temperature=need.temperature)
@@ -283,6 +286,7 @@ class Rollouts:
             "prediction": as_json(rollout.prediction) if rollout.error is None else {},
             "metrics": dict(rollout.metrics),
             "parts": dict(rollout.parts),
+            "feedback": dict(rollout.feedback),
             "steps": self.student.steps(program, forest, rollout),
             "calls": sum(call.attempts for call in calls),
             "prompt_tokens": sum(call.prompt_tokens or 0 for call in calls),

@@ -192,6 +192,8 @@ class ImportedTask(RecordTask):
     """The task `dspy`: program and metric by import paths. Implements `mmrl.tasks.base.Task`."""
 
     config: DspyProgramConfig
+    asked_about: Sequence[str] = ()
+    """Modules that a metric of GEPA's form is asked about one by one; set by who optimises their prompts."""
 
     def __init__(self, config: DspyProgramConfig, seed: int):
         expected = {
@@ -209,7 +211,7 @@ class ImportedTask(RecordTask):
         super().__init__(parts, config, seed, key="task.{}".format, name=path, reward=reward, extra_arguments=True)
 
     async def score(self, example: Example, prediction: object, path: Sequence[Call], reward_set: str) -> Score:
-        """Return the metric's number, or its `score` beside other numbers, which are reported.
+        """Return the metric's number, or its `score` beside other numbers, which are reported, and its `feedback`.
 
         Raises:
             RewardFailure: there is no `score`, or a number is not finite.
@@ -222,7 +224,18 @@ class ImportedTask(RecordTask):
 
         known = dspy.Example(**record).with_inputs(*self.config.inputs)
         predicted = dspy.Prediction(**prediction) if isinstance(prediction, dict) else prediction
-        return scored(await call_scorer(metric, known, predicted, *self._extra_arguments), "task.metric")
+        score = scored(await call_scorer(metric, known, predicted, *self._extra_arguments), "task.metric")
+        # Metrics of GEPA's form may say nothing until they are asked about one predictor.
+        if score.feedback or not self.asked_about or refusing_signature(metric, *(None,) * 5) is not None:
+            return score
+        trace, feedback = list(self.program.trace), dict[str, str]()
+        for name in self.asked_about:
+            own = [step for step in trace if self.program.structure.name_of([step[0]]) == name and step[2] is not None]
+            if own:
+                about = scored(await call_scorer(metric, known, predicted, trace, name, own), "task.metric").feedback
+                if "" in about:
+                    feedback[name] = about[""]
+        return replace(score, feedback=feedback)
 
     def describe(self) -> Mapping[str, object]:
         """See `mmrl.tasks.base.Task.describe`."""
@@ -274,7 +287,7 @@ def _is_program(value: object) -> bool:
 
 
 def scored(result: object, source: str) -> Score:
-    """Return a metric's result as a score: a number, or a mapping of numbers with `score`.
+    """Return a metric's result as a score: a number, or a mapping of numbers with `score`, and perhaps a `feedback`.
 
     Args:
         source: who gave it, for messages.
@@ -282,23 +295,23 @@ def scored(result: object, source: str) -> Score:
     Raises:
         RewardFailure: there is no `score`, or a number is not finite.
     """
-    numbers = _numbers(result)
+    values = _values(result)
+    numbers = {name: number for name, value in values.items() if (number := as_number(value)) is not None}
     if "score" not in numbers or not all(abs(number) <= LARGEST for number in numbers.values()):
         raise RewardFailure(
             f"{source} gave {result!r:.300}; expected a finite number, or a mapping of finite numbers with 'score', "
             f"each of at most {LARGEST:g} in size"
         )
-    return Score(reward=numbers["score"], metrics=numbers)
+    feedback = values.get("feedback")
+    return Score(reward=numbers["score"], metrics=numbers, feedback={"": feedback} if isinstance(feedback, str) else {})
 
 
-def _numbers(result: object) -> dict[str, float]:
-    """Return the numbers of a metric's result: a number is the `score`; of a mapping, the values that are numbers."""
+def _values(result: object) -> dict[str, object]:
+    """Return the values of a metric's result by name; a number is the `score`."""
     # Where DSPy was never imported nothing can be an object of it, and importing it takes seconds.
     dspy = sys.modules.get("dspy")
     values = result.toDict() if dspy is not None and isinstance(result, dspy.Example) else result
-    values = values if isinstance(values, Mapping) else {"score": values}
-    numbers = {str(name): as_number(value) for name, value in values.items()}
-    return {name: number for name, number in numbers.items() if number is not None}
+    return {str(name): value for name, value in (values if isinstance(values, Mapping) else {"score": values}).items()}
 
 
 # --- user code by its signature, before it runs
