@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import copy
 import inspect
 import math
 import sysconfig
@@ -11,7 +12,6 @@ import threading
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import CancelledError, Future
-from contextlib import suppress
 from decimal import Decimal
 from numbers import Real
 from pathlib import Path
@@ -21,6 +21,7 @@ from pydantic_core import to_jsonable_python
 
 from mmrl.errors import ProgramFailure, RewardFailure, RolloutError
 from mmrl.records import LARGEST
+from mmrl.system.portal import Job, agent_loop
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -64,38 +65,27 @@ async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
     return await asyncio.wrap_future(outcome)
 
 
-async def in_own_loop(function: Callable[..., Any], *args: object) -> Any:
-    """Call a function, async or not, in a thread of its own, where what it awaits has an event loop of its own.
+async def on_agent_loop(result: Awaitable[T]) -> T:
+    """Await what an agent's code has returned, on the loop of agents: a client that it keeps serves every rollout.
 
-    So one that blocks in an async function holds up nothing but itself. Cancelling cancels what it awaits.
+    Raises:
+        ProgramFailure: it would end the process.
     """
-    running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
-    cancelled = threading.Event()
 
-    async def awaited(result: Awaitable[Any]) -> Any:
-        task = asyncio.current_task()
-        assert task is not None
-        running.append((asyncio.get_running_loop(), task))
-        if cancelled.is_set():  # before there was a task to cancel
-            task.cancel()
-        return await result
+    async def awaited() -> T:
+        try:
+            return await result
+        except (KeyboardInterrupt, SystemExit, GeneratorExit) as error:  # as in `in_thread`
+            raise ProgramFailure(f"{type(error).__name__}: {error}") from None
 
-    def work() -> Any:
-        result = function(*args)
-        return asyncio.run(awaited(result)) if inspect.isawaitable(result) else result
-
-    try:
-        return await in_thread(work)
-    except asyncio.CancelledError:
-        cancelled.set()
-        for loop, task in running:
-            with suppress(RuntimeError):  # it has ended, and its loop is closed
-                loop.call_soon_threadsafe(task.cancel)
-        raise
+    return await Job(awaited(), agent_loop()).awaited(patience_s=0)
 
 
-async def call_scorer(metric: Callable[..., Any], *args: object) -> Any:
+async def call_scorer(metric: Callable[..., Any], *args: object, beside_agent: bool = False) -> Any:
     """Call a metric: awaited where it is async, else in a thread, `MOST_AT_ONCE` at a time.
+
+    Args:
+        beside_agent: await it where agents run, with which it may share a client.
 
     Raises:
         RewardFailure: it would end the process.
@@ -108,6 +98,8 @@ async def call_scorer(metric: Callable[..., Any], *args: object) -> Any:
 
     try:
         result = metric(*args) if is_async(metric) else await in_thread(bounded)
+        if beside_agent and inspect.isawaitable(result):
+            return await on_agent_loop(result)
     except ProgramFailure as failure:  # its SystemExit (`in_thread`)
         raise RewardFailure(str(failure)) from None
     return await result if inspect.isawaitable(result) else result
@@ -169,6 +161,14 @@ def _by_method(value: Any) -> object:
         if hasattr(value, method):
             return getattr(value, method)()
     raise TypeError(f"{type(value).__name__} has no form in JSON")
+
+
+def copied(value: Any) -> Any:
+    """Return a copy that a user's code may change; what cannot be copied (locks, connections) is shared."""
+    try:
+        return copy.deepcopy(value)
+    except Exception:
+        return value
 
 
 def as_async(tool: Callable[..., Any]) -> Callable[..., Any]:
