@@ -7,7 +7,7 @@ a user's code, finds the same loop at each step and in each evaluation:
 - rollouts run in a second one, with the programs, tools and metrics of users; a deterministic engine decodes inside it,
   which holds it up;
 - async agents and their metrics run in a third: one that blocks while it waits for a reply must not hold up the rollout
-  that makes the reply.
+  that makes the reply (`user_code.on_agent_loop`).
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ LOOK_S = 0.2
 """Longest pause in which a thread does not notice that another one has raised an exception in it (a stop button)."""
 
 _LOCK = threading.Lock()
+_THREADS: dict[asyncio.AbstractEventLoop, int] = {}
+"""Loop -> id of its thread."""
 _LOOPS: dict[tuple[int, str], asyncio.AbstractEventLoop] = {}
 """By process id, since after a fork the child has the object but not the thread that runs it, and name."""
 
@@ -59,9 +61,16 @@ def _loop(name: str) -> asyncio.AbstractEventLoop:
         if key not in _LOOPS:
             # Not anyio's BlockingPortal: it makes the caller wait for a turn of this loop with every request, and its
             # clean end can hang the interpreter's. A daemon thread simply ends with the process.
-            _LOOPS[key] = asyncio.new_event_loop()
-            threading.Thread(target=_run_forever, args=(_LOOPS[key],), name=name, daemon=True).start()
+            loop = _LOOPS[key] = asyncio.new_event_loop()
+            thread = threading.Thread(target=_run_forever, args=(loop,), name=name, daemon=True)
+            thread.start()
+            _THREADS[loop] = thread.ident or 0
         return _LOOPS[key]
+
+
+def thread_of(loop: asyncio.AbstractEventLoop) -> int:
+    """Return the id of a loop's thread."""
+    return _THREADS[loop]
 
 
 def _run_forever(loop: asyncio.AbstractEventLoop) -> None:

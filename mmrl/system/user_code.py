@@ -5,23 +5,28 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import copy
+import functools
 import inspect
+import logging
 import math
+import sys
 import sysconfig
 import threading
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from decimal import Decimal
 from numbers import Real
 from pathlib import Path
+from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 from pydantic_core import to_jsonable_python
 
 from mmrl.errors import ProgramFailure, RewardFailure, RolloutError
 from mmrl.records import LARGEST
-from mmrl.system.portal import Job, agent_loop
+from mmrl.system.portal import Job, agent_loop, thread_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,6 +37,11 @@ MOST_AT_ONCE = 32
 MOST_FRAMES = 20
 MOST_CHARACTERS = 4000
 """Limits of a traceback that is reported."""
+
+LOOK_S, BLOCKED_LOOKS = 0.25, 4
+"""Pause between looks at the loop of agents, and looks at one and the same place after which it counts as blocked."""
+
+log = logging.getLogger("mmrl.agents")
 
 _OWN = Path(__file__).parents[1]
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -68,17 +78,73 @@ async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
 async def on_agent_loop(result: Awaitable[T]) -> T:
     """Await what an agent's code has returned, on the loop of agents: a client that it keeps serves every rollout.
 
+    Where one blocks that loop, those that have not begun get loops of their own, so that it holds up itself alone.
+
     Raises:
         ProgramFailure: it would end the process.
     """
+    # Popped by whoever is first: the loop of agents, or this one that takes it back.
+    not_begun = {"result": result}
 
-    async def awaited() -> T:
+    async def begun() -> T:
+        mine = not_begun.pop("result", None)
+        if mine is None:
+            raise asyncio.CancelledError
         try:
-            return await result
+            return await mine
         except (KeyboardInterrupt, SystemExit, GeneratorExit) as error:  # as in `in_thread`
             raise ProgramFailure(f"{type(error).__name__}: {error}") from None
 
-    return await Job(awaited(), agent_loop()).awaited(patience_s=0)
+    job, places = Job(begun(), agent_loop()), list[object]()
+    ended = asyncio.wrap_future(job.ended)
+    try:
+        while not_begun:
+            frame = sys._current_frames().get(thread_of(agent_loop()))
+            place = frame and (id(frame), frame.f_lasti)
+            # Busy code (imports, a large prompt) is somewhere else at each look.
+            if places.count(place) == BLOCKED_LOOKS and (mine := not_begun.pop("result", None)) is not None:
+                _say_blocked(user_location(frame))
+                return await _in_own_loop(mine)
+            places.append(place)
+            await asyncio.wait([ended], timeout=LOOK_S)
+        return await job.awaited(patience_s=0)
+    finally:
+        job.cancel()
+        ended.cancel()
+        if inspect.iscoroutine(mine := not_begun.pop("result", None)):
+            mine.close()  # cancelled before it began
+
+
+@functools.cache
+def _say_blocked(where: str) -> None:
+    log.warning(
+        "async code of the agent blocks its event loop%s: what waits for that loop gets one of its own, where a client "
+        "that the code keeps does not work; await there, or make it a plain function",
+        f" ({where})" if where else "",
+    )
+
+
+async def _in_own_loop(result: Awaitable[T]) -> T:
+    """Await something in a thread and an event loop of its own; cancelling cancels it."""
+    running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
+    cancelled = threading.Event()
+
+    async def awaited() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        running.append((asyncio.get_running_loop(), task))
+        if cancelled.is_set():  # before there was a task to cancel
+            task.cancel()
+        return await result
+
+    try:
+        return await in_thread(lambda: asyncio.run(awaited()))
+    except asyncio.CancelledError:
+        cancelled.set()
+        for loop, task in running:
+            with suppress(RuntimeError):  # it has ended, and its loop is closed
+                loop.call_soon_threadsafe(task.cancel)
+        raise
 
 
 async def call_scorer(metric: Callable[..., Any], *args: object, beside_agent: bool = False) -> Any:
@@ -209,9 +275,13 @@ def located(kind: type[F], error: BaseException, before: str = "") -> F:
     return failure
 
 
-def user_location() -> str:
-    """Return file, line and function of the user's code that this thread runs; empty if it runs none."""
-    frame = inspect.currentframe()
+def user_location(frame: FrameType | None = None) -> str:
+    """Return file, line and function of the user's code that a frame runs; empty if it runs none.
+
+    Args:
+        frame: None: the caller's.
+    """
+    frame = frame or inspect.currentframe()
     while frame is not None:
         if _is_own(frame.f_code.co_filename):
             return _describe_frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
