@@ -16,6 +16,7 @@ from textwrap import fill
 
 import typer
 
+from mmrl.cli import gone
 from mmrl.cli.commands import WORKER, app
 from mmrl.errors import MmrlError, Stopped, print_error, refuse, storage
 from mmrl.secrets import HidingStream, add_environment, holder, looks_like_a_key
@@ -99,7 +100,7 @@ def _sigterm_ends(words: Sequence[str]) -> Iterator[None]:
 
 
 def _dispatch(words: Sequence[str]) -> int:
-    problems = []
+    problems = gone.problems(words)
     try:
         os.getcwd()
     except FileNotFoundError:

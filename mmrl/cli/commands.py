@@ -403,7 +403,6 @@ def plan(context: typer.Context, as_json: JsonFlag = False) -> None:
       dry=N                         count tokens in rollouts of N examples; 0: from declared lengths
       lengths=MODULE:P/C[,...]      tokens of prompt and completion of each module
       run=RUN_DIR                   or those of a run's last step
-      replicas=N token_ms=MS        vLLM servers on GPUs of their own; their measured time of a token
       any other key                 as in `mmrl train`
 
     \b

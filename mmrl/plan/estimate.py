@@ -23,7 +23,6 @@ from mmrl.plan.cost import (
     trained_parameters,
     training_processes,
 )
-from mmrl.plan.fleet import Fleet
 from mmrl.plan.shapes import Shape
 from mmrl.plan.workload import Load
 from mmrl.report.stats import duration, short
@@ -55,8 +54,6 @@ class Plan:
     """By module, one rollout of an evaluation."""
     items: int | None = None
     """Items of an evaluation; None: all of a split that nobody has counted yet."""
-    fleet: Fleet | None = None
-    """Servers on devices of their own, whose rollouts are played call by call; None: none were asked for."""
 
     @property
     def step(self) -> Load:
@@ -88,15 +85,10 @@ class Plan:
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of a step by phase."""
-        if self.fleet is not None:
-            step = self.fleet.configured
-            return {"rollouts": step.rollouts.seconds, "push": step.push_s, "update": step.update_s}
         return seconds(self.config, self.shape, self.loads, self.step, self.device)
 
     def step_seconds(self) -> float:
         """Return the seconds of a step; with `train.staleness=1` on separate devices, rollouts overlap the update."""
-        if self.fleet is not None:
-            return self.fleet.configured.seconds
         # With a batch ahead the slower of the two hides the other.
         times = self.seconds()
         if self.config.train.staleness and self.config.hardware.rollout_devices:
@@ -202,7 +194,6 @@ class Plan:
             "device": asdict(self.device),
             "processes": training_processes(self.config),
             "rollout_devices": self.config.hardware.rollout_devices,
-            "fleet": self.fleet.facts() if self.fleet is not None else None,
             "warnings": self.warnings(),
         }
         return json.dumps(content, indent=1)
@@ -231,7 +222,6 @@ class Plan:
             f"{self.device.utilisation:.0%} of it; sharing saves {saved} of the "
             "update's tokens. Estimates: docs/performance.md says how far off they were.",
         ]
-        blocks += [self.fleet.text()] if self.fleet is not None else []
         blocks += [f"warning: {warning}" for warning in self.warnings()]
         return "\n\n".join(blocks)
 

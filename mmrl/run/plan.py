@@ -28,10 +28,9 @@ from mmrl.errors import CheckpointError, ConfigError, gathered, refuse, unknown
 from mmrl.models.hub import at_hand
 from mmrl.models.load import model_path
 from mmrl.plan.cost import NAMES as DEVICES
-from mmrl.plan.cost import Device, evaluation_seconds, gpus, known_gpu, training_processes
+from mmrl.plan.cost import Device, evaluation_seconds, gpus, known_gpu
 from mmrl.plan.cost import device as find_device
 from mmrl.plan.estimate import Plan
-from mmrl.plan.fleet import Fleet, calls_of, declared_calls, push_seconds, server_speed
 from mmrl.plan.shapes import shape_of
 from mmrl.plan.workload import (
     Lengths,
@@ -39,7 +38,6 @@ from mmrl.plan.workload import (
     declared,
     declared_rollout,
     dry_rollouts,
-    lengths_of,
     loads_of,
     mean_rollout,
     parse_lengths,
@@ -68,15 +66,12 @@ class PlanArguments(Section):
         Idle("lengths", "dry!=0|null", ", which counts them; leave one of the two out"),
         Idle("run", "lengths!=", "beside lengths=; leave one of the two out"),
         Idle("run", "dry!=0|null", ", which counts them; leave one of the two out"),
-        Idle("token_ms", "replicas=null"),
     ]
     lengths: str = Field("", description="MODULE:P/C[,...]: tokens of prompt and completion of each module")
     dry: int | None = Field(
         None, ge=0, description="examples whose rollouts are counted; null: some where the weights are here"
     )
     run: str = Field("", description="a run whose last journal has the calls that are counted")
-    replicas: int | None = Field(None, ge=1, description="vLLM servers on GPUs of their own, on any machines")
-    token_ms: float | None = Field(None, gt=0, description="measured milliseconds of a token of a call at a server")
     device: str | None = None
 
 
@@ -150,14 +145,8 @@ def make_plan(config: TrainCommandConfig, request: PlanArguments) -> Plan:
     task = build_task(config.task if examples else on_mini_world(config.task), config.seed)
     # From here on with torch, which takes seconds to load.
     settled = settle(config, kind, planned=True)
-    if request.replicas is not None and settled.engine.as_vllm is not None:
-        # Servers on other devices are, to the run, servers at addresses.
-        servers = tuple(f"http://server-{number}" for number in range(request.replicas))
-        settled = settled.model_copy(update={"engine": settled.engine.model_copy(update={"urls": servers})})
     device = _device(settled.hardware, request.device, settled.model.matmul)
     problems = plan_problems(settled, task)
-    if request.replicas is not None and settled.engine.name != "vllm_server":
-        problems.append(f"replicas: got {request.replicas} with engine={settled.engine.name}, expected vllm_server")
     modules = task.program.modules
     if recorded is not None and set(recorded.modules) != set(modules):
         problems.append(f"run: {request.run} has modules {', '.join(recorded.modules)}, expected {', '.join(modules)}")
@@ -188,7 +177,7 @@ def make_plan(config: TrainCommandConfig, request: PlanArguments) -> Plan:
     counted = examples or config.task.data.source_of(config.eval.split) == MINI
     available = len(task.examples(config.eval.split)) if counted else None
     items = _fewest(config.eval.items, config.task.data.items_of(config.eval.split), available)
-    return replace(plan, items=items, fleet=_fleet(plan, request, forest, lengths))
+    return replace(plan, items=items)
 
 
 def _recorded(folder: str) -> Forest:
@@ -198,27 +187,6 @@ def _recorded(folder: str) -> Forest:
         return read_step(run, max(run.journal_steps(), default=1))[0]
     except CheckpointError as error:
         raise ConfigError(f"run: {error}") from None
-
-
-def _fleet(plan: Plan, request: PlanArguments, forest: Forest | None, lengths: Mapping[str, Lengths]) -> Fleet | None:
-    """Return the servers that `replicas` asks for, with a step's calls: those counted, else from lengths."""
-    if request.replicas is None:
-        return None
-    config, examples = plan.config, plan.config.train.batch_size
-    if forest is not None:
-        calls = calls_of(forest, examples)
-    else:
-        calls = declared_calls(plan.loads, lengths_of(config, list(plan.loads), lengths), examples, config.seed)
-    token_s = request.token_ms / 1000 if request.token_ms is not None else None
-    return Fleet(
-        calls=calls,
-        servers=request.replicas,
-        speed=server_speed(config, plan.shape, plan.device, plan.step, token_s),
-        training=training_processes(config),
-        staleness=config.train.staleness,
-        update_s=plan.seconds()["update"],
-        push_s=push_seconds(config, plan.shape),
-    )
 
 
 def _device(hardware: HardwareConfig, name: str | None, matmul: str) -> Device:

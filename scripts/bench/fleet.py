@@ -3,8 +3,7 @@
 A scripted server answers `AT_ONCE` completions at a time, each token after the latency, so that not this machine's
 cores are measured. Programs of `CALLS` calls of a token, one after the other, are driven through `VllmServerEngine`:
 throughput of N servers over one; the share of calls that meet the server of their example's first call; and, without
-latency, the calls a second that one driver gets through, with and without the router. Then what `mmrl plan replicas=N`
-foretells for programs of several calls of several tokens, forks among them, beside what they take.
+latency, the calls a second that one driver gets through, with and without the router.
 """
 
 from __future__ import annotations
@@ -16,15 +15,14 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from mmrl import rng
 from mmrl.config import ModelConfig
 from mmrl.config.engines import VllmServerConfig
 from mmrl.engines import EngineSetup, Request, Sampling
 from mmrl.engines.vllm.server import VllmServerEngine
 from mmrl.models.load import load_tokenizer
-from mmrl.plan.fleet import CALLS_PER_S, PlayedCall, Speed, play
 from mmrl.system.child_process import ChildProcess
 from scripts.bench.common import Bar, Measured
 from scripts.bench.scripted_server import AT_ONCE
@@ -33,9 +31,7 @@ TINY = ModelConfig(name="tiny", path="tiny")
 CALLS, PROMPT = 4, 256
 SPEEDUPS = {2: 1.9, 4: 3.7, 8: 7.0}
 """Servers -> least throughput over one server."""
-TOKEN_S = 0.02
-"""Seconds of a token of the rollouts that are foretold."""
-OPTIONS = {"servers": "1,2,4,8", "latency_ms": "200", "rounds": "10", "foretold": "2,4,8,16"}
+OPTIONS = {"servers": "1,2,4,8", "latency_ms": "200", "rounds": "10"}
 
 
 @contextmanager
@@ -58,36 +54,31 @@ def fleet(servers: int, latency_s: float) -> Iterator[VllmServerEngine]:
         yield engine
 
 
-def chains(programs: int) -> list[PlayedCall]:
-    """Calls of programs: `CALLS` in a row, of one token."""
+@dataclass(frozen=True, slots=True)
+class TimedCall:
+    """A call of one token."""
+
+    example: str
+    parent: int | None
+    """Position of the call before it on its path."""
+
+
+def chains(programs: int) -> list[TimedCall]:
+    """Calls of programs: `CALLS` in a row."""
     return [
-        PlayedCall(example=str(number // CALLS), parent=number - 1 if number % CALLS else None, prefill=0, completion=1)
-        for number in range(programs * CALLS)
+        TimedCall(str(number // CALLS), number - 1 if number % CALLS else None) for number in range(programs * CALLS)
     ]
 
 
-def forest(examples: int) -> list[PlayedCall]:
-    """Calls of programs: one to six in a row, of 1 to 80 tokens, some of which two go on from."""
-    draw, calls = rng.stream(0, "fleet"), list[PlayedCall]()
-    for number in range(examples):
-        parent: int | None = None
-        for _ in range(draw.randint(1, 6)):
-            for _ in range(draw.choice((1, 1, 2))):
-                length = min(80, max(1, round(draw.gammavariate(2.0, 10.0))))
-                calls.append(PlayedCall(example=str(number), parent=parent, prefill=0, completion=length))
-            parent = len(calls) - 1
-    return calls
-
-
-async def drive(engine: VllmServerEngine, calls: Sequence[PlayedCall]) -> tuple[float, float]:
+async def drive(engine: VllmServerEngine, calls: Sequence[TimedCall]) -> tuple[float, float]:
     """Seconds of the calls, each after its parent; and the share that met the server of their example's first call."""
     prompt, ended = tuple(range(PROMPT)), [asyncio.Event() for _ in calls]
     servers: dict[str, list[int]] = defaultdict(list)
 
-    async def one(number: int, call: PlayedCall) -> None:
+    async def one(number: int, call: TimedCall) -> None:
         if call.parent is not None:
             await ended[call.parent].wait()
-        sampling = Sampling(max_tokens=round(call.completion))
+        sampling = Sampling(max_tokens=1)
         completion = await engine.generate(Request(prompt_ids=prompt, sampling=sampling, session=call.example))
         servers[call.example].append(completion.ids[0])
         ended[number].set()
@@ -98,7 +89,7 @@ async def drive(engine: VllmServerEngine, calls: Sequence[PlayedCall]) -> tuple[
     return time.perf_counter() - started, met / len(calls)
 
 
-def driven(servers: int, latency_s: float, calls: Sequence[PlayedCall]) -> tuple[float, float]:
+def driven(servers: int, latency_s: float, calls: Sequence[TimedCall]) -> tuple[float, float]:
     """See `drive`, after a few calls that open connections."""
     with fleet(servers, latency_s) as engine:
         asyncio.run(drive(engine, chains(AT_ONCE)))
@@ -106,7 +97,7 @@ def driven(servers: int, latency_s: float, calls: Sequence[PlayedCall]) -> tuple
 
 
 def measure(args: dict[str, str]) -> Measured:
-    """Measure throughput, the driver's ceiling, and what is foretold."""
+    """Measure throughput and the driver's ceiling."""
     latency_s, rounds = float(args["latency_ms"]) / 1000, int(args["rounds"])
     rates: dict[int, float] = {}
     bars = []
@@ -121,10 +112,4 @@ def measure(args: dict[str, str]) -> Measured:
     for count, how in ((1, "without a router"), (2, "through the router")):
         calls = chains(50 * rounds)
         bars.append(Bar(f"calls a second of one driver, {how}", len(calls) / driven(count, 0.0, calls)[0], unit=""))
-    for count in map(int, args["foretold"].split(",")):
-        calls = forest(3 * AT_ONCE * count)
-        measured, _ = driven(count, TOKEN_S, calls)
-        foretold = play(calls, count, Speed(at_once=AT_ONCE, step_s=TOKEN_S), 1, CALLS_PER_S).seconds
-        what = f"rollouts on {count} servers: foretold {foretold:.1f} s, measured {measured:.1f} s, difference"
-        bars.append(Bar(what, 100 * abs(foretold / measured - 1), 15.0, at_most=True, unit="%"))
     return bars, {"calls_per_s": rates, "latency_ms": args["latency_ms"], "at_once": AT_ONCE}

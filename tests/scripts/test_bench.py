@@ -76,7 +76,7 @@ def test_share_of_a_step() -> None:
         ("step", ["model=test", "steps=1", "micro=4"], 2),
         ("gateway", ["agents=4", "calls=5"], 3),
         pytest.param(
-            *("fleet", ["servers=1,2", "latency_ms=20", "rounds=2", "foretold=2"], 5),
+            *("fleet", ["servers=1,2", "latency_ms=20", "rounds=2"], 4),
             marks=[
                 pytest.mark.slow,
                 pytest.mark.skipif(find_spec("vllm_router") is None, reason="needs vllm-router"),

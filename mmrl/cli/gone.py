@@ -1,0 +1,18 @@
+"""Words of a command line that earlier versions had, and what replaces them; deleted at the first release."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+STEPS = "rollouts of several servers are measured, not foretold: train a few steps and read its `time/` metrics"
+GONE = {
+    ("plan", "replicas"): STEPS,
+    ("plan", "token_ms"): STEPS,
+}
+"""(command, key or argument) -> what replaces it."""
+
+
+def problems(words: Sequence[str]) -> list[str]:
+    """Return a sentence for each word of a command line that is gone."""
+    command, keys = words[0] if words else "", [word.lstrip("+~").partition("=")[0] for word in words[1:]]
+    return [f"{key}: is gone; {GONE[command, key]}" for key in keys if (command, key) in GONE]
