@@ -488,11 +488,11 @@ def fetch(name: Annotated[str | None, typer.Argument()] = None) -> None:
         print(catalogue())
 
 
-index_app = typer.Typer(rich_markup_mode=None, help="A retrieval index: built, looked into.")
+index_app = typer.Typer(rich_markup_mode=None, help="A retrieval index: built.")
 app.add_typer(
     index_app,
     name="index",
-    options_metavar="build|info|search",
+    options_metavar="build",
     subcommand_metavar="[KEY=VALUE ...]",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -528,46 +528,6 @@ def index_build(context: typer.Context) -> None:
     from mmrl.run.index import build
 
     build(arguments)
-
-
-@index_app.command("info", context_settings=SETTINGS, options_metavar="index=DIR")
-def index_info(context: typer.Context) -> None:
-    """Print what an index holds.
-
-    \b
-    Examples:
-      mmrl index info index=indexes/bm25
-    """
-    from mmrl.cli.arguments import read_arguments
-    from mmrl.config.retriever import IndexInfoArguments
-
-    arguments = read_arguments("mmrl index info", IndexInfoArguments, context.args)
-    from mmrl.run.index import info
-
-    info(arguments)
-
-
-@index_app.command("search", context_settings=SETTINGS, options_metavar="index=DIR query=TEXT [KEY=VALUE ...]")
-def index_search(context: typer.Context) -> None:
-    """Search an index.
-
-    \b
-    Keys:
-      index=DIR query=TEXT   what is searched for
-      top_k=                 passages; 5
-      device= batch_size=    dense: where the encoder runs, texts at once
-
-    \b
-    Examples:
-      mmrl index search index=indexes/bm25 query="capital of France" top_k=3
-    """
-    from mmrl.cli.arguments import read_arguments
-    from mmrl.config.retriever import SearchIndexArguments
-
-    arguments = read_arguments("mmrl index search", SearchIndexArguments, context.args)
-    from mmrl.run.index import search
-
-    search(arguments)
 
 
 @app.command("serve-retriever", context_settings=SETTINGS, options_metavar="index=DIR [KEY=VALUE ...]")

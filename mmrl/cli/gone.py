@@ -8,6 +8,8 @@ STEPS = "rollouts of several servers are measured, not foretold: train a few ste
 GONE = {
     ("plan", "replicas"): STEPS,
     ("plan", "token_ms"): STEPS,
+    ("index", "info"): "the folder's index.json has all of it",
+    ("index", "search"): "mmrl serve-retriever index=DIR answers POST /retrieve, and mmrl show RUN has a run's queries",
 }
 """(command, key or argument) -> what replaces it."""
 

@@ -129,7 +129,7 @@ RETRIEVER_SCHEMAS: dict[str, type[RetrieverConfig]] = {
 
 
 class IndexArguments(Section):
-    """Keys by which `mmrl index search` and `mmrl serve-retriever` use an index."""
+    """Keys by which `mmrl serve-retriever` uses an index."""
 
     index: str = Field(description="folder of the index")
     device: Literal["cpu", "cuda"] = "cpu"
@@ -158,19 +158,6 @@ def build_schema(words: Collection[str]) -> type[BuildIndexArguments]:
         key: (field.annotation, field) for key, field in fields.items() if key not in searching
     }
     return create_model("BuildIndexArguments", __base__=BuildIndexArguments, **index_fields)
-
-
-class SearchIndexArguments(IndexArguments):
-    """`mmrl index search`."""
-
-    query: str
-    top_k: int = Field(5, ge=1)
-
-
-class IndexInfoArguments(Section):
-    """`mmrl index info`."""
-
-    index: str
 
 
 class ServeIndexArguments(ServerArguments, IndexArguments):

@@ -1,23 +1,16 @@
-"""`mmrl index build|info|search` and `mmrl serve-retriever`: build, inspect and serve index folders."""
+"""`mmrl index build` and `mmrl serve-retriever`: build and serve index folders."""
 
 from __future__ import annotations
 
-import time
-from dataclasses import asdict
 from pathlib import Path
-
-from rich.filesize import decimal
 
 from mmrl.config.retriever import (
     BuildIndexArguments,
     IndexArguments,
-    IndexInfoArguments,
-    SearchIndexArguments,
     ServeIndexArguments,
 )
 from mmrl.errors import ConfigError, DataError, refuse
 from mmrl.models.hub import encoder_problems
-from mmrl.report.tables import facts_table
 from mmrl.retrieval.base import Retriever
 from mmrl.retrieval.index_folder import (
     IndexInfo,
@@ -33,7 +26,6 @@ from mmrl.retrieval.serving import make_app
 from mmrl.retrieval.store import PassageStore
 from mmrl.run.serve import listen, read_token
 from mmrl.system.files import user_path
-from mmrl.system.replies import one_line
 from mmrl.tasks.data.corpus import Corpus
 
 
@@ -70,29 +62,6 @@ def build(arguments: BuildIndexArguments) -> None:
     print(f"built in {built.build_seconds:.1f} s: {folder}")
     use = f"task.retriever.name={built.kind} task.retriever.index={folder}"
     print(f"use it: {use}, or mmrl serve-retriever index={folder}")
-
-
-def info(arguments: IndexInfoArguments) -> None:
-    """Run `mmrl index info`."""
-    facts = asdict(read_info(user_path(arguments.index), "index"))
-    facts["files"] = decimal(sum(int(size) for size, _ in facts["files"].values()))
-    print(facts_table(facts, indent=""))
-
-
-def search(arguments: SearchIndexArguments) -> None:
-    """Run `mmrl index search`."""
-    from transformers.utils.logging import disable_progress_bar
-
-    _, retriever, _ = _opened(arguments)
-    disable_progress_bar()  # among the results
-    retriever.load()
-    started = time.perf_counter()
-    (documents,) = retriever.search([arguments.query], [arguments.top_k])
-    spent = time.perf_counter() - started
-    for rank, document in enumerate(documents, 1):
-        title, text = (one_line(part) for part in (document.title, document.text[:300]))
-        print(f"{rank:3d}  {document.score:9.4f}  [{one_line(document.id)}] {title}\n     {text}")
-    print(f"{len(documents)} passages in {1000 * spent:.1f} ms")
 
 
 def serve(arguments: ServeIndexArguments) -> None:

@@ -14,7 +14,7 @@ from mmrl.cli.arguments import ShowArguments
 from mmrl.cli.configs import configured
 from mmrl.cli.new_task import NewTaskArguments
 from mmrl.config import ALGO_SCHEMAS
-from mmrl.config.retriever import IndexInfoArguments, SearchIndexArguments, ServeIndexArguments, build_schema
+from mmrl.config.retriever import ServeIndexArguments, build_schema
 from mmrl.report.rundir import RunDir
 from mmrl.run.export import ExportArguments
 from mmrl.sets.command import SetKeys
@@ -123,8 +123,6 @@ def test_help_names_every_key_of_a_command_that_reads_its_own(output_of):
         "show": ShowArguments,
         "export": ExportArguments,
         "index build": build_schema(["retriever=dense"]),
-        "index info": IndexInfoArguments,
-        "index search": SearchIndexArguments,
         "serve-retriever": ServeIndexArguments,
         "new-task": NewTaskArguments,
         "compare": SetKeys,

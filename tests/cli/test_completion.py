@@ -9,7 +9,7 @@ from tests.cli.test_cli import COMMANDS
     [
         ("mmrl tr", ["train"]),
         ("mmrl ", COMMANDS),
-        ("mmrl index ", ["build", "info", "search"]),
+        ("mmrl index ", ["build"]),
         ("mmrl x", []),
     ],
 )

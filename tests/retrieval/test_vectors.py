@@ -1,18 +1,15 @@
 import json
 import logging
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from mmrl.cli import main
 from mmrl.config.retriever import Bm25Config, DenseConfig
 from mmrl.config.tasks import MultihopQaConfig
 from mmrl.errors import ConfigError, DataError
@@ -70,27 +67,6 @@ def test_a_graph_index_finds_nearly_what_the_exact_one_finds(model, tmp_path):
         # by score: passages of equal scores may stand for each other
         assert np.isclose([d.score for d in near], [d.score for d in exact], atol=1e-5).sum() >= 9
         assert [d.score for d in near] == sorted((d.score for d in near), reverse=True)
-
-
-def test_the_time_of_a_search_is_without_the_loading_of_the_encoder(model, tmp_path, monkeypatch, capfd):
-    from transformers.utils.logging import enable_progress_bar
-
-    build_index(tmp_path / "index", dense_spec(model), lambda: DOCUMENTS)
-    loaded = Encoder._network
-
-    def slowly(self):
-        time.sleep(1.5)
-        return loaded.func(self)
-
-    slow = cached_property(slowly)
-    slow.__set_name__(Encoder, "_network")
-    monkeypatch.setattr(Encoder, "_network", slow)
-    enable_progress_bar()
-    capfd.readouterr()
-    assert main(["index", "search", f"index={tmp_path / 'index'}", "query=river", "top_k=2"]) == 0
-    shown = capfd.readouterr()
-    assert "Loading weights" not in shown.err + shown.out
-    assert float(re.search(r"^2 passages in ([\d.]+) ms$", shown.out, re.M)[1]) < 1000
 
 
 def test_a_killed_build_goes_on_where_it_was(model, tmp_path, monkeypatch):
