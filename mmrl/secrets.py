@@ -166,11 +166,8 @@ def _encodings(value: str, name: str) -> dict[str, str]:
     forms |= {html.escape(value): reference, html.escape(value, quote=False): reference}
     coded_forms = [quote(raw, safe=""), quote(raw), quote_plus(raw)]
     coded_forms += [text.lower() for text in coded_forms if "%" in text]
-    for shift in range(3):
-        # In a longer base64 text, three letters hold two to three bytes: letters at the ends depend on the neighbours.
-        coded = base64.b64encode(b"\0" * shift + raw).decode().rstrip("=")
-        core = coded[(shift * 8 + 5) // 6 : len(coded) - ((len(raw) + shift) % 3 != 0)]
-        coded_forms += [core, core.replace("+", "-").replace("/", "_")]
+    coded = base64.b64encode(raw).decode().rstrip("=")
+    coded_forms += [coded, coded.replace("+", "-").replace("/", "_")]
     marks = {form: mark for form in coded_forms if len(form) >= LEAST} | forms
     return marks | {value: reference}
 

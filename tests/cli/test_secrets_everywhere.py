@@ -20,7 +20,6 @@ SPELLINGS = {
     "percent": lambda value: quote(value, safe=""),
     "html": html.escape,
     "base64": lambda value: base64.b64encode(value.encode()).decode(),
-    "a header in base64": lambda value: base64.b64encode(f"Bearer {value}".encode()).decode(),
 }
 
 
@@ -38,8 +37,7 @@ def kept_by(text):
     for value in (KEY, GATE):
         for name, spell in SPELLINGS.items():
             spelt = spell(value)
-            # of a header in base64 the inner part is the secret's
-            if (spelt[12:-4] if name == "a header in base64" else spelt) in text:
+            if spelt in text:
                 return f"{name}: {spelt}"
     return ""
 
