@@ -83,7 +83,7 @@ ADVICE: Mapping[str, Advice] = {
     ),
     "limits": Advice(
         "{now_share} of the rollouts reach a limit of the program without an answer ({subject})",
-        "raise that limit (task.max_turns, task.max_completion)",
+        "raise that limit (task.max_turns, task.max_completion, max_iters of a DSPy agent)",
     ),
     "user_code": Advice(
         "{now_share} of the rollouts fail in the program's or the metric's own code ({subject})",

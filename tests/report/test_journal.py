@@ -33,6 +33,7 @@ OF_TYPE = {
     "tuple[float, ...]": st.lists(floats, max_size=6).map(tuple),
     "Mapping[str, Any]": objects,
     "Mapping[str, float]": st.dictionaries(st.text(), floats, max_size=2),
+    "Mapping[str, str]": st.dictionaries(st.text(), st.text(), max_size=2),
 }
 
 
