@@ -173,7 +173,7 @@ def test_what_user_code_changes_is_its_own(kind: str) -> None:
         return await asks(example, base_url, api_key)
 
     if "agent" in kind:
-        task: Any = agent_task(agent, metric=metric, inputs=("question", "nested"))
+        task: Any = agent_task(agent, metric=metric)
     else:
         task = dspy_task(Spoiling() if kind == "program" else Plain(), metric)
     example = Example(
