@@ -1,5 +1,6 @@
 """The agents of docs/agents, by the clients that they are written for (`make test-agents`), over scripted replies."""
 
+import asyncio
 import importlib
 import json
 
@@ -16,10 +17,10 @@ STEPS, ROLLOUTS = 2, 24
 """Clients keep connections: a second step finds those of the first, and rollouts at once share them."""
 
 
-def played(module, package, reply, **options):
+def played(module, package, reply, wrapped=lambda agent: agent, **options):
     """The calls of each rollout of an agent of docs/agents, and the prompts."""
     pytest.importorskip(package)
-    agent = importlib.import_module(f"docs.agents.{module}").run
+    agent = wrapped(importlib.import_module(f"docs.agents.{module}").run)
     task = agent_task(agent, metric=lambda record, result: float(result == "Done."), **options)
     paths, prompts = [], []
     for _ in range(STEPS):
@@ -49,6 +50,16 @@ def test_an_agent_with_tools_goes_on_in_its_context(module, package):
         before = calls[0].prompt_ids + calls[0].completion_ids
         assert calls[1].prompt_ids[: len(before)] == before
         assert [call.facts["rewritten_history"] for call in calls] == [0.0, 0.0]
+
+
+def test_an_async_agent_may_be_run_by_a_plain_function():
+    """In an event loop of each rollout's own, while LangChain keeps a client for each address."""
+
+    def wrapped(agent):
+        return lambda *given: asyncio.run(agent(*given))
+
+    paths, _ = played("langgraph_agent", "langgraph", with_tool, wrapped)
+    assert all([call.turn for call in calls] == [0, 1] for calls in paths)
 
 
 def test_the_parts_of_an_agent_of_the_agents_sdk_are_modules():
