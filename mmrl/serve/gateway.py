@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import json
 import os
 import secrets
@@ -118,18 +119,21 @@ class Gateway:
     """Server of the process; see `gateway`."""
 
     def __init__(self) -> None:
-        self.url = ""
-        """Base of the API, up to and with /v1."""
+        self._address = ""
+        self._numbers = itertools.count(1)
         self._sessions: dict[str, Session] = {}
         self._results: dict[str, Session] = {}
         """Sessions by the credential for their result."""
         self._serving: asyncio.Task[None] | None = None
 
-    def open(self, session: Session) -> tuple[str, str]:
-        """Let a rollout's requests in; returns its key, and the credential for its result."""
+    def open(self, session: Session) -> tuple[str, str, str]:
+        """Let a rollout's requests in; returns its base URL, its key, and the credential for its result."""
+        # Some clients are kept by their address (LangChain's), and belong to the event loop that used them first: an
+        # agent that runs a loop of its own needs an address of its own.
+        url = f"{self._address}/{next(self._numbers)}/v1"
         key, credential = f"mmrl-{secrets.token_urlsafe(24)}", f"mmrl-result-{secrets.token_urlsafe(24)}"
         self._sessions[key], self._results[credential] = session, session
-        return key, credential
+        return url, key, credential
 
     def close(self, key: str, credential: str) -> None:
         """Let nothing of a rollout in any more."""
@@ -141,6 +145,8 @@ class Gateway:
 
         import uvicorn
         from fastapi import FastAPI
+        from starlette.applications import Starlette
+        from starlette.routing import Mount
 
         # Each agent has a connection with two ends here: the usual 1024 files are too few for a large batch.
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -154,9 +160,10 @@ class Gateway:
         listening = socket.socket(proto=socket.IPPROTO_TCP)
         listening.bind(("127.0.0.1", 0))
         listening.listen(1024)
-        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+        self._address = f"http://127.0.0.1:{listening.getsockname()[1]}"
         # An agent may work for long between two calls; uvicorn would close its connection after five seconds.
-        config = uvicorn.Config(app, log_level="error", access_log=False, lifespan="off", timeout_keep_alive=3600)
+        served = Starlette(routes=[Mount("/{number}", app)])
+        config = uvicorn.Config(served, log_level="error", access_log=False, lifespan="off", timeout_keep_alive=3600)
         server = uvicorn.Server(config)
         self._serving = asyncio.get_running_loop().create_task(server.serve(sockets=[listening]))
 

@@ -79,9 +79,9 @@ class AgentProgram:
             posted.append(result)
 
         session = Session(recorder.chat, post, asyncio.get_running_loop(), self.modules)
-        key, credential = server.open(session)
+        url, key, credential = server.open(session)
         try:
-            result = await self.play(dict(example.inputs), server.url, key, credential, posted)
+            result = await self.play(dict(example.inputs), url, key, credential, posted)
         except Exception as error:
             if recorder.failure is not None:
                 raise recorder.failure from error
@@ -93,7 +93,7 @@ class AgentProgram:
         if recorder.failure is not None and not isinstance(recorder.failure, LengthFailure):
             raise recorder.failure
         if not recorder.calls:
-            raise ProgramFailure(f"the agent made no call; its base_url is {server.url}")
+            raise ProgramFailure(f"the agent made no call; its base_url is {url}")
         result = posted[0] if posted else result
         try:
             json.dumps(result)

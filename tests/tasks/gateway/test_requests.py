@@ -327,8 +327,9 @@ def test_a_body_beyond_the_limit_and_a_foreign_key_are_refused():
     for _ in range(2):
         rollout, calls = one(agent_task(agent), Scripted(lambda prompt: "x"))
         assert rollout.reward == 1.0 and len(calls) == 1
-    (one_key, url), (other_key, _) = seen
-    assert one_key != other_key and url.startswith("http://127.0.0.1:")
+    (one_key, url), (other_key, other_url) = seen
+    assert one_key != other_key and url != other_url
+    assert url.startswith("http://127.0.0.1:") and other_url.startswith("http://127.0.0.1:")
 
 
 @pytest.mark.parametrize("repeats", [{"x-stainless-retry-count": "1"}, {}], ids=["counted", "at once"])
