@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
+from typer.core import TyperGroup
 
 from mmrl import __version__
 from mmrl.errors import ConfigError, MmrlError
@@ -35,8 +36,21 @@ Flags:
   --cfg job            print the composed config and stop"""
 JsonFlag = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 
+
+class _Commands(TyperGroup):
+    """The commands of `mmrl`."""
+
+    def invoke(self, ctx: typer.Context) -> object:
+        """Run a command; Ctrl-C passes Typer, which would drop the exception with the command that continues a run."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as interrupt:
+            raise SystemExit(130) from interrupt
+
+
 # Errors and help are plain text: rich would read `run.report_to=[wandb]` as markup.
 app = typer.Typer(
+    cls=_Commands,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},

@@ -100,6 +100,7 @@ class SftStage(Stage[SftCommandConfig]):
         """Return the calls of step number `step`; a stop ends the run here, and the trainer saves first."""
         self.log.obey_stop()
         self.log.begin()
+        self.log.progress.status("updating the weights")
         calls = [self.calls[row] for row in islice(self.rows, self.config.train.batch_size)]
         return step_batch(step, calls)
 

@@ -75,6 +75,7 @@ class WeightStage(Collector):
         count = self.config.algo.minibatches
         with self.log.sampling():
             batch = self.collect(step, self.credit)
+        self.log.progress.status("updating the weights")
         trained, minibatch = batch.trained, minibatches([example.id for example in batch.examples], count)
         credit = self.credit(trained, minibatch)
         metrics = forest_metrics(batch.forest, never_metrics(self.task), self.task.failed_metrics)
