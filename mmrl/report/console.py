@@ -17,7 +17,7 @@ from textwrap import fill
 from mmrl.config.base import path_override
 from mmrl.errors import MODEL_CAUSED, failed_how, without_codes
 from mmrl.report.alarms import Alarm
-from mmrl.report.html import write_report
+from mmrl.report.html import try_report
 from mmrl.report.items import evaluation_text, example_key, example_text, run_facts, step_text
 from mmrl.report.journal import read_step
 from mmrl.report.overview import Item, Overview, damage_named
@@ -157,7 +157,7 @@ def finish(
     )
     overview = Overview.from_run(run)
     width = min(shutil.get_terminal_size((100, 24)).columns, 110)  # wider paragraphs are hard to read
-    problem = _write_report(overview)
+    problem = try_report(overview)
     parts = [
         f"{overview.name}: {counted(overview.done, 'step')} of {overview.description} in {duration(seconds)}",
         _kind_text(overview, width),
@@ -179,17 +179,6 @@ def _failures_text(evaluations: Mapping[str, Sequence[Item]]) -> str:
         if share:
             lines.append(f"evaluation {when} training: {share:.1%} of the rollouts failed {causes} and count as 0")
     return "\n".join(lines)
-
-
-def _write_report(overview: Overview) -> str:
-    """Write the report; what went wrong, if anything did."""
-    try:
-        write_report(overview)
-    except OSError:
-        raise  # a full disk is no drawing problem
-    except Exception as error:  # the run is done and its numbers are safe: a drawing problem must not lose the summary
-        return f"report not written ({type(error).__name__}: {error}); try again: mmrl report {overview.run.typed}"
-    return ""
 
 
 def _paths_and_commands(overview: Overview, problem: str = "") -> str:

@@ -208,9 +208,11 @@ class SftStage(Stage[SftCommandConfig]):
         # Nothing is sampled in a step of this stage.
         metrics = {name: value for name, value in metrics.items() if name not in _NOT_HERE}
         metrics["rate/tokens_per_s"] = update["train/tokens_forwarded"] / metrics["time/step"]
-        if self.evaluations.due(step) and step < self.config.train.steps:
+        if evaluated := self.evaluations.due(step) and step < self.config.train.steps:
             metrics |= self.evaluations.metrics(step)
         self.log.write(step, metrics)
+        if evaluated:
+            self.log.draw_page()
 
 
 _SHOWN = {

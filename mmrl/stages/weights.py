@@ -95,9 +95,11 @@ class WeightStage(Collector):
         """Evaluate when due and write the record of `step`, after its last optimizer step."""
         self.journal.wait()  # a step whose metrics are there has its journal
         metrics = self.log.record(update) | dict(self.engines[0].metrics())
-        if self.evaluations.due(step):
+        if evaluated := self.evaluations.due(step):
             metrics |= self.evaluations.metrics(step)
         self.log.write(step, metrics | self._endpoint_metrics())  # with what the evaluation has cost
+        if evaluated and step < self.config.train.steps:
+            self.log.draw_page()
 
     def sync(self, version: int) -> None:
         """Let the engine serve the weights after `version` steps, before anything is sampled.

@@ -26,6 +26,7 @@ def test_a_run_is_stopped_by_ctrl_c_and_goes_on_with_what_it_knows(random_model,
     assert said[-1].startswith("interrupted; continue with: mmrl train resume="), said
     assert "sampling: " in stopped.raw and "updating the weights" in stopped.raw and "loading the model" in stopped.raw
     assert "AttributeError" not in stopped.raw
+    assert "<h2>Curves</h2>" in (run / "report.html").read_text(), "written at the evaluation after a step"
     done = max(record["step"] for record in RunDir.read(run).history())
 
     ended = in_terminal("-m", "mmrl", *said[-1].removeprefix("interrupted; continue with: mmrl ").split())
