@@ -121,6 +121,9 @@ def _dispatch(words: Sequence[str]) -> int:
                 "engine.endpoint.key_env takes"
             )
     refuse(problems)
+    # `mmrl help`, `mmrl help train`, `mmrl train help`
+    if words and "help" in (words[0], words[-1]) and not os.path.exists("help"):
+        words = [*(word for word in (words[1:] if words[0] == "help" else words[:-1])), "--help"]
     if words[:1] in ([], ["-h"], ["--help"]):
         app.info.epilog = GROUP_CHOICES.format(groups="\n".join(map(_choices, GROUPS)))
     if words[:1] and words[0] in LOADING and not QUICK & set(words) and sys.stderr.isatty():

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
-from typer.core import TyperGroup
+from typer.core import CompletionItem, TyperCommand, TyperGroup
 
 from mmrl import __version__
 from mmrl.errors import ConfigError, MmrlError
@@ -33,8 +33,19 @@ HYDRA_FLAGS = """\b
 Flags:
   -m                   a sweep (mmrl train): a key takes several values, one run for every combination
   --config-dir FOLDER  configs of your own, before conf/ here and the shipped ones
-  --cfg job            print the composed config and stop"""
+  --cfg job|full       print what conf/ and the words set, or every key, and stop"""
 JsonFlag = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
+
+
+class _Command(TyperCommand):
+    """A command whose words are settings."""
+
+    def shell_complete(self, ctx: typer.Context, incomplete: str) -> list[CompletionItem]:
+        """Complete keys and values; where there are none, the shell offers files."""
+        from mmrl.cli.completion import words_for
+
+        words = words_for(str(self.name), str(self.help), ctx.args, incomplete)
+        return [CompletionItem(word) for word in words] or super().shell_complete(ctx, incomplete)
 
 
 class _Commands(TyperGroup):
@@ -76,7 +87,7 @@ def mmrl(
     """
 
 
-@app.command(context_settings=SETTINGS, options_metavar="[KEY=VALUE ...] [-m]", epilog=HYDRA_FLAGS)
+@app.command(cls=_Command, context_settings=SETTINGS, options_metavar="[KEY=VALUE ...] [-m]", epilog=HYDRA_FLAGS)
 def train(context: typer.Context) -> int:
     """Train; ends with a table before/after and a report.
 
@@ -105,7 +116,7 @@ def train(context: typer.Context) -> int:
       mmrl train resume=outputs/hotpotqa/mhgpo_rr/RUN
       mmrl train resume=outputs/hotpotqa/mhgpo_rr/RUN train.steps=+100
     """
-    from mmrl.cli import configs, hydra, overrides
+    from mmrl.cli import configs, overrides
 
     line = overrides.read_line(context.args, command_keys=("resume", "from"))
     if "resume" in line.command_keys:
@@ -124,7 +135,7 @@ def train(context: typer.Context) -> int:
             return go_on(folder, configs.set_config)
         return session.resume(folder)
     if line.prints:
-        hydra.print_job("train", line)
+        configs.print_config("train", line)
         return 0
     jobs = configs.train_configs(line)
     command = ["mmrl", "train", *context.args]
@@ -142,7 +153,9 @@ def train(context: typer.Context) -> int:
     return begin(jobs[0], command)
 
 
-@app.command("eval", context_settings=SETTINGS, options_metavar="policy=P [KEY=VALUE ...]", epilog=HYDRA_FLAGS)
+@app.command(
+    "eval", cls=_Command, context_settings=SETTINGS, options_metavar="policy=P [KEY=VALUE ...]", epilog=HYDRA_FLAGS
+)
 def evaluate(context: typer.Context) -> int:
     """Evaluate a run, checkpoint, adapter, model folder or hub id on any task; each item is stored.
 
@@ -160,7 +173,7 @@ def evaluate(context: typer.Context) -> int:
       mmrl eval policy=tiny
       mmrl eval policy=outputs/hotpotqa/mhgpo_rr/RUN task=2wiki split=test
     """
-    from mmrl.cli import configs, hydra, overrides
+    from mmrl.cli import configs, overrides
 
     line = overrides.read_line(context.args, command_keys=("resume",))
     if "resume" in line.command_keys:
@@ -169,7 +182,7 @@ def evaluate(context: typer.Context) -> int:
 
         return resume_evaluation(Path(line.command_keys["resume"]))
     if line.prints:
-        hydra.print_job("eval", line)
+        configs.print_config("eval", line)
         return 0
     if line.multirun:
         raise ConfigError("-m: not for mmrl eval; several evaluations are a set with scores (mmrl table)")
@@ -181,7 +194,7 @@ def evaluate(context: typer.Context) -> int:
     return evaluate_policy(config, command=["mmrl", "eval", *context.args])
 
 
-@app.command(context_settings=SETTINGS, options_metavar="RUN_DIR [example=ID] [step=N [--json]]")
+@app.command(cls=_Command, context_settings=SETTINGS, options_metavar="RUN_DIR [example=ID] [step=N [--json]]")
 def show(context: typer.Context, as_json: JsonFlag = False) -> None:
     """Print a run's curves, an evaluation's scores, the tree of calls of an example, or a step's rollouts as JSON.
 
@@ -241,7 +254,7 @@ def report(run_dir: Path) -> None:
         print(report_run(run_dir))
 
 
-@app.command(context_settings=SETTINGS, options_metavar="[RUN_DIR ...] [KEY=VALUE ...]")
+@app.command(cls=_Command, context_settings=SETTINGS, options_metavar="[RUN_DIR ...] [KEY=VALUE ...]")
 def compare(context: typer.Context) -> int:
     """Show runs side by side: one figure, tables, which algorithm learned.
 
@@ -267,7 +280,7 @@ def compare(context: typer.Context) -> int:
     return command.compare(*_set_request(context, tuple(command.SetKeys.model_fields)))
 
 
-@app.command(context_settings=SETTINGS, options_metavar="[NAME] [KEY=VALUE ...]")
+@app.command(cls=_Command, context_settings=SETTINGS, options_metavar="[NAME] [KEY=VALUE ...]")
 def table(context: typer.Context) -> int:
     """A set of runs, such as a table of the three papers: run what is missing of it, and show it; all sets: no name.
 
@@ -300,6 +313,7 @@ def _set_request(context: typer.Context, keys: Sequence[str]) -> tuple[SetReques
 
 
 @app.command(
+    cls=_Command,
     context_settings=SETTINGS,
     options_metavar="rollouts=FILE algo=A[,B] | run=RUN_DIR [step=N] [algo=A,B] [KEY=VALUE ...]",
 )
@@ -334,7 +348,7 @@ def credit(context: typer.Context, as_json: JsonFlag = False) -> int:
     return credit_command(credit_request(context.args), as_json)
 
 
-@app.command(context_settings=SETTINGS, options_metavar="RUN_DIR out=FOLDER [KEY=VALUE ...]")
+@app.command(cls=_Command, context_settings=SETTINGS, options_metavar="RUN_DIR out=FOLDER [KEY=VALUE ...]")
 def export(context: typer.Context) -> None:
     """Write a run's weights for other libraries: tokenizer, chat template, DSPy prompts and a model card beside them.
 
@@ -360,7 +374,7 @@ def export(context: typer.Context) -> None:
     write(read_arguments("mmrl export", ExportArguments, context.args, name="run_dir"))
 
 
-@app.command(context_settings=SETTINGS, options_metavar="policy=P [KEY=VALUE ...]")
+@app.command(cls=_Command, context_settings=SETTINGS, options_metavar="policy=P [KEY=VALUE ...]")
 def serve(context: typer.Context) -> None:
     """Serve a policy over HTTP in OpenAI's protocol, until Ctrl-C; prints how to call it.
 
@@ -388,7 +402,7 @@ def serve(context: typer.Context) -> None:
     serve_policy(config, arguments, line.keys)
 
 
-@app.command("new-task", context_settings=SETTINGS, options_metavar="NAME [kind=async|dspy] [dir=FOLDER]")
+@app.command("new-task", cls=_Command, context_settings=SETTINGS, options_metavar="NAME [kind=async|dspy] [dir=FOLDER]")
 def new_task(context: typer.Context) -> None:
     """Write a task package of your own: data, program, tool, reward, test.
 
@@ -407,7 +421,7 @@ def new_task(context: typer.Context) -> None:
     create(context.args)
 
 
-@app.command(context_settings=SETTINGS, options_metavar="[KEY=VALUE ...] [device=NAME] [dry=N]")
+@app.command(cls=_Command, context_settings=SETTINGS, options_metavar="[KEY=VALUE ...] [device=NAME] [dry=N]")
 def plan(context: typer.Context, as_json: JsonFlag = False) -> None:
     """Print what a training run will do and cost, before it starts.
 
@@ -434,7 +448,7 @@ def plan(context: typer.Context, as_json: JsonFlag = False) -> None:
     print(planned(config, line.section(PlanArguments), as_json=as_json))
 
 
-@app.command(context_settings=SETTINGS, options_metavar="[KEY=VALUE ...] [examples=N]")
+@app.command(cls=_Command, context_settings=SETTINGS, options_metavar="[KEY=VALUE ...] [examples=N]")
 def doctor(context: typer.Context, as_json: JsonFlag = False) -> int:
     """Say what is wrong with this machine, a model, or a run before it trains, with the setting to change.
 
@@ -513,7 +527,9 @@ app.add_typer(
 )
 
 
-@index_app.command("build", context_settings=SETTINGS, options_metavar="corpus=A[,B] index=DIR [KEY=VALUE ...]")
+@index_app.command(
+    "build", cls=_Command, context_settings=SETTINGS, options_metavar="corpus=A[,B] index=DIR [KEY=VALUE ...]"
+)
 def index_build(context: typer.Context) -> None:
     """Build an index of a corpus; a build that was stopped goes on.
 
@@ -545,7 +561,7 @@ def index_build(context: typer.Context) -> None:
     build(arguments)
 
 
-@index_app.command("info", context_settings=SETTINGS, options_metavar="index=DIR")
+@index_app.command("info", cls=_Command, context_settings=SETTINGS, options_metavar="index=DIR")
 def index_info(context: typer.Context) -> None:
     """Print what an index holds.
 
@@ -562,7 +578,9 @@ def index_info(context: typer.Context) -> None:
     info(arguments)
 
 
-@index_app.command("search", context_settings=SETTINGS, options_metavar="index=DIR query=TEXT [KEY=VALUE ...]")
+@index_app.command(
+    "search", cls=_Command, context_settings=SETTINGS, options_metavar="index=DIR query=TEXT [KEY=VALUE ...]"
+)
 def index_search(context: typer.Context) -> None:
     """Search an index.
 
@@ -585,7 +603,7 @@ def index_search(context: typer.Context) -> None:
     search(arguments)
 
 
-@app.command("serve-retriever", context_settings=SETTINGS, options_metavar="index=DIR [KEY=VALUE ...]")
+@app.command("serve-retriever", cls=_Command, context_settings=SETTINGS, options_metavar="index=DIR [KEY=VALUE ...]")
 def serve_retriever(context: typer.Context) -> None:
     """Serve an index over HTTP, in Search-R1's protocol, until Ctrl-C.
 
