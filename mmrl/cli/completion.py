@@ -74,7 +74,8 @@ def config_keys(typed: Sequence[str]) -> dict[str, Values]:
     chosen = {group: name for item in defaults if isinstance(item, dict) for group, name in item.items()}
     # bash: `algo`, `=`, `grpo`
     pairs = " ".join(typed).replace(" = ", "=").split()
-    chosen |= dict(word.split("=", 1) for word in pairs if "=" in word)
+    chosen |= {"task.retriever": "bm25", "engine": "transformers"}
+    chosen |= {key.removesuffix(".name"): value for key, sign, value in (word.partition("=") for word in pairs) if sign}
     return dict(_walk(TrainCommandConfig, "", chosen))
 
 
@@ -90,9 +91,9 @@ def _walk(schema: type[Any], path: str, chosen: dict[str, str]) -> Iterator[tupl
             section = (task_schema(choice) if key == "task" else CHOICES[key].get(choice)) or section
         if key in GROUPS:
             yield key, options(key)
-        if section is None:
-            yield key, _values(field.annotation)
-        else:
+        if section is None or not isinstance(field.annotation, type):
+            yield key, _values(field.annotation)  # a mapping, a list, or a section that may be null
+        if section is not None:
             yield from _walk(section, f"{key}.", chosen)
 
 
