@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
-from typer.core import CompletionItem, TyperCommand, TyperGroup
 
 from mmrl import __version__
+from mmrl.cli.completion import SETTINGS, Commands
+from mmrl.cli.index import index_app
 from mmrl.errors import ConfigError, MmrlError
 
 if TYPE_CHECKING:
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 
 WORKER = "worker"
 """The hidden command of one process of a run of several."""
-# Typer would report an unknown option at once and alone; passed on, it is named together with all other mistakes.
-SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
 HYDRA_FLAGS = """\b
 Flags:
   -m                   a sweep (mmrl train): a key takes several values, one run for every combination
@@ -36,32 +35,9 @@ Flags:
   --cfg job|full       print what conf/ and the words set, or every key, and stop"""
 JsonFlag = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 
-
-class _Command(TyperCommand):
-    """A command whose words are settings."""
-
-    def shell_complete(self, ctx: typer.Context, incomplete: str) -> list[CompletionItem]:
-        """Complete keys and values; where there are none, the shell offers files."""
-        from mmrl.cli.completion import words_for
-
-        words = words_for(str(self.name), str(self.help), ctx.args, incomplete)
-        return [CompletionItem(word) for word in words] or super().shell_complete(ctx, incomplete)
-
-
-class _Commands(TyperGroup):
-    """The commands of `mmrl`."""
-
-    def invoke(self, ctx: typer.Context) -> object:
-        """Run a command; Ctrl-C passes Typer, which would drop the exception with the command that continues a run."""
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt as interrupt:
-            raise SystemExit(130) from interrupt
-
-
 # Errors and help are plain text: rich would read `run.report_to=[wandb]` as markup.
 app = typer.Typer(
-    cls=_Commands,
+    cls=Commands,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
@@ -87,7 +63,7 @@ def mmrl(
     """
 
 
-@app.command(cls=_Command, context_settings=SETTINGS, options_metavar="[KEY=VALUE ...] [-m]", epilog=HYDRA_FLAGS)
+@app.command(**SETTINGS, options_metavar="[KEY=VALUE ...] [-m]", epilog=HYDRA_FLAGS)
 def train(context: typer.Context) -> int:
     """Train; ends with a table before/after and a report.
 
@@ -153,9 +129,7 @@ def train(context: typer.Context) -> int:
     return begin(jobs[0], command)
 
 
-@app.command(
-    "eval", cls=_Command, context_settings=SETTINGS, options_metavar="policy=P [KEY=VALUE ...]", epilog=HYDRA_FLAGS
-)
+@app.command("eval", **SETTINGS, options_metavar="policy=P [KEY=VALUE ...]", epilog=HYDRA_FLAGS)
 def evaluate(context: typer.Context) -> int:
     """Evaluate a run, checkpoint, adapter, model folder or hub id on any task; each item is stored.
 
@@ -194,7 +168,7 @@ def evaluate(context: typer.Context) -> int:
     return evaluate_policy(config, command=["mmrl", "eval", *context.args])
 
 
-@app.command(cls=_Command, context_settings=SETTINGS, options_metavar="RUN_DIR [example=ID] [step=N [--json]]")
+@app.command(**SETTINGS, options_metavar="RUN_DIR [example=ID] [step=N [--json]]")
 def show(context: typer.Context, as_json: JsonFlag = False) -> None:
     """Print a run's curves, an evaluation's scores, the tree of calls of an example, or a step's rollouts as JSON.
 
@@ -254,7 +228,7 @@ def report(run_dir: Path) -> None:
         print(report_run(run_dir))
 
 
-@app.command(cls=_Command, context_settings=SETTINGS, options_metavar="[RUN_DIR ...] [KEY=VALUE ...]")
+@app.command(**SETTINGS, options_metavar="[RUN_DIR ...] [KEY=VALUE ...]")
 def compare(context: typer.Context) -> int:
     """Show runs side by side: one figure, tables, which algorithm learned.
 
@@ -280,7 +254,7 @@ def compare(context: typer.Context) -> int:
     return command.compare(*_set_request(context, tuple(command.SetKeys.model_fields)))
 
 
-@app.command(cls=_Command, context_settings=SETTINGS, options_metavar="[NAME] [KEY=VALUE ...]")
+@app.command(**SETTINGS, options_metavar="[NAME] [KEY=VALUE ...]")
 def table(context: typer.Context) -> int:
     """A set of runs, such as a table of the three papers: run what is missing of it, and show it; all sets: no name.
 
@@ -313,8 +287,7 @@ def _set_request(context: typer.Context, keys: Sequence[str]) -> tuple[SetReques
 
 
 @app.command(
-    cls=_Command,
-    context_settings=SETTINGS,
+    **SETTINGS,
     options_metavar="rollouts=FILE algo=A[,B] | run=RUN_DIR [step=N] [algo=A,B] [KEY=VALUE ...]",
 )
 def credit(context: typer.Context, as_json: JsonFlag = False) -> int:
@@ -348,7 +321,7 @@ def credit(context: typer.Context, as_json: JsonFlag = False) -> int:
     return credit_command(credit_request(context.args), as_json)
 
 
-@app.command(cls=_Command, context_settings=SETTINGS, options_metavar="RUN_DIR out=FOLDER [KEY=VALUE ...]")
+@app.command(**SETTINGS, options_metavar="RUN_DIR out=FOLDER [KEY=VALUE ...]")
 def export(context: typer.Context) -> None:
     """Write a run's weights for other libraries: tokenizer, chat template, DSPy prompts and a model card beside them.
 
@@ -374,7 +347,7 @@ def export(context: typer.Context) -> None:
     write(read_arguments("mmrl export", ExportArguments, context.args, name="run_dir"))
 
 
-@app.command(cls=_Command, context_settings=SETTINGS, options_metavar="policy=P [KEY=VALUE ...]")
+@app.command(**SETTINGS, options_metavar="policy=P [KEY=VALUE ...]")
 def serve(context: typer.Context) -> None:
     """Serve a policy over HTTP in OpenAI's protocol, until Ctrl-C; prints how to call it.
 
@@ -402,7 +375,7 @@ def serve(context: typer.Context) -> None:
     serve_policy(config, arguments, line.keys)
 
 
-@app.command("new-task", cls=_Command, context_settings=SETTINGS, options_metavar="NAME [kind=async|dspy] [dir=FOLDER]")
+@app.command("new-task", **SETTINGS, options_metavar="NAME [kind=async|dspy] [dir=FOLDER]")
 def new_task(context: typer.Context) -> None:
     """Write a task package of your own: data, program, tool, reward, test.
 
@@ -421,7 +394,7 @@ def new_task(context: typer.Context) -> None:
     create(context.args)
 
 
-@app.command(cls=_Command, context_settings=SETTINGS, options_metavar="[KEY=VALUE ...] [device=NAME] [dry=N]")
+@app.command(**SETTINGS, options_metavar="[KEY=VALUE ...] [device=NAME] [dry=N]")
 def plan(context: typer.Context, as_json: JsonFlag = False) -> None:
     """Print what a training run will do and cost, before it starts.
 
@@ -448,7 +421,7 @@ def plan(context: typer.Context, as_json: JsonFlag = False) -> None:
     print(planned(config, line.section(PlanArguments), as_json=as_json))
 
 
-@app.command(cls=_Command, context_settings=SETTINGS, options_metavar="[KEY=VALUE ...] [examples=N]")
+@app.command(**SETTINGS, options_metavar="[KEY=VALUE ...] [examples=N]")
 def doctor(context: typer.Context, as_json: JsonFlag = False) -> int:
     """Say what is wrong with this machine, a model, or a run before it trains, with the setting to change.
 
@@ -517,7 +490,6 @@ def fetch(name: Annotated[str | None, typer.Argument()] = None) -> None:
         print(catalogue())
 
 
-index_app = typer.Typer(rich_markup_mode=None, help="A retrieval index: built, looked into.")
 app.add_typer(
     index_app,
     name="index",
@@ -527,83 +499,7 @@ app.add_typer(
 )
 
 
-@index_app.command(
-    "build", cls=_Command, context_settings=SETTINGS, options_metavar="corpus=A[,B] index=DIR [KEY=VALUE ...]"
-)
-def index_build(context: typer.Context) -> None:
-    """Build an index of a corpus; a build that was stopped goes on.
-
-    \b
-    Keys:
-      corpus=A,B                      files, folders or names of a corpus
-      index=DIR                       folder that is made
-      retriever=bm25|dense            bm25
-      k1= b=                          bm25
-      stemmer=porter|english|…        bm25: takes the endings of words off (31 languages); none
-      stopwords=english|none|…        bm25: words that are left out (12 languages)
-      model= device= batch_size=      dense: the encoder, where it runs, texts at once
-      faiss=flat|hnsw                 dense: exact, or a graph
-      encoder=own|contriever|e5       dense: how texts become vectors; own: as the model's files say
-      normalise=                      dense: vectors of length 1
-      query_prompt= passage_prompt=   dense: text in front of queries and passages
-
-    \b
-    Examples:
-      mmrl index build corpus=passages.jsonl index=indexes/bm25
-      mmrl index build corpus=passages.jsonl index=indexes/e5 retriever=dense model=intfloat/e5-base-v2
-    """
-    from mmrl.cli.arguments import read_arguments
-    from mmrl.config.retriever import build_schema
-
-    arguments = read_arguments("mmrl index build", build_schema(context.args), context.args)
-    from mmrl.run.index import build
-
-    build(arguments)
-
-
-@index_app.command("info", cls=_Command, context_settings=SETTINGS, options_metavar="index=DIR")
-def index_info(context: typer.Context) -> None:
-    """Print what an index holds.
-
-    \b
-    Examples:
-      mmrl index info index=indexes/bm25
-    """
-    from mmrl.cli.arguments import read_arguments
-    from mmrl.config.retriever import IndexInfoArguments
-
-    arguments = read_arguments("mmrl index info", IndexInfoArguments, context.args)
-    from mmrl.run.index import info
-
-    info(arguments)
-
-
-@index_app.command(
-    "search", cls=_Command, context_settings=SETTINGS, options_metavar="index=DIR query=TEXT [KEY=VALUE ...]"
-)
-def index_search(context: typer.Context) -> None:
-    """Search an index.
-
-    \b
-    Keys:
-      index=DIR query=TEXT   what is searched for
-      top_k=                 passages; 5
-      device= batch_size=    dense: where the encoder runs, texts at once
-
-    \b
-    Examples:
-      mmrl index search index=indexes/bm25 query="capital of France" top_k=3
-    """
-    from mmrl.cli.arguments import read_arguments
-    from mmrl.config.retriever import SearchIndexArguments
-
-    arguments = read_arguments("mmrl index search", SearchIndexArguments, context.args)
-    from mmrl.run.index import search
-
-    search(arguments)
-
-
-@app.command("serve-retriever", cls=_Command, context_settings=SETTINGS, options_metavar="index=DIR [KEY=VALUE ...]")
+@app.command("serve-retriever", **SETTINGS, options_metavar="index=DIR [KEY=VALUE ...]")
 def serve_retriever(context: typer.Context) -> None:
     """Serve an index over HTTP, in Search-R1's protocol, until Ctrl-C.
 

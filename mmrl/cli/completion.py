@@ -1,5 +1,6 @@
-"""Completion of words after a command in a shell: keys, choices of groups, values, names of sets.
+"""Typer's classes of the commands: their words are completed in a shell, and Ctrl-C comes through.
 
+Completed are keys, choices of groups, values, names of sets.
 A command's own keys are those that its help names; where the help says that it takes those of a run, all of the config.
 """
 
@@ -9,6 +10,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args, get_origin
 
+from typer.core import CompletionItem, TyperCommand, TyperGroup
+
 from mmrl.system.conf import GROUPS, conf_dir, options, user_dirs
 
 Values = list[str] | None
@@ -16,6 +19,37 @@ Values = list[str] | None
 OF_A_RUN = ("docs/configuration.md lists them all", "as in `mmrl train`")
 SETS = ("table",)
 """Commands that take the name of a set."""
+
+
+class Command(TyperCommand):
+    """A command whose words are settings."""
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[CompletionItem]:
+        """Complete keys and values; where there are none, the shell offers files."""
+        words = words_for(str(self.name), str(self.help), ctx.args, incomplete)
+        return [CompletionItem(word) for word in words] or super().shell_complete(ctx, incomplete)
+
+
+class Commands(TyperGroup):
+    """The commands of `mmrl`."""
+
+    def invoke(self, ctx: Any) -> object:
+        """Run a command; Ctrl-C passes Typer, which would drop the exception with the command that continues a run."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as interrupt:
+            raise SystemExit(130) from interrupt
+
+
+# Typer would report an unknown option at once and alone; passed on, it is named together with all other mistakes.
+SETTINGS: dict[str, Any] = {
+    "cls": Command,
+    "context_settings": {
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "help_option_names": ["-h", "--help"],
+    },
+}
 
 
 def words_for(command: str, help_text: str, before: Sequence[str], begun: str) -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from omegaconf import OmegaConf
 
@@ -66,7 +66,7 @@ def print_config(command: str, line: CommandLine) -> None:
     jobs = expand(line, problems)
     refuse(dict.fromkeys(problems))
     if line.prints == "job":
-        config: object = composed(command, jobs[0], line.config_dir)
+        config: dict[str, Any] = composed(command, jobs[0], line.config_dir)
     else:
         config = plain((train_configs if command == "train" else eval_configs)(line)[0].model_dump(mode="json"))
     print(OmegaConf.to_yaml(OmegaConf.create(config)), end="")

@@ -27,7 +27,6 @@ from mmrl.config import (
     WeightsConfig,
     validate_stored,
 )
-from mmrl.config.base import value_at
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, ProcessLost, continue_with, located, storage
 from mmrl.models.policy import damage, every_checkpoint
 from mmrl.report.rundir import RunDir, step_of
@@ -305,18 +304,19 @@ def session(config: StageConfig, rundir: RunDir, checkpoint: Path | None, proces
     name = display.name or f"{config.algo.name}-{task.name}-s{config.seed}"
     live = display.progress
     history = [record for record in rundir.history() if record["step"] <= done] if processes.main else []
-    known = {"first_step": done, "history": history, "main_metric": metric}
     sent = {"name": name, "group": f"{config.algo.name}-{task.name}", "device": config.hardware.device}
     with (
-        Progress(total=steps, title=name, live=live, console=console, **known) as progress,
+        Progress(
+            total=steps, title=name, live=live, main_metric=metric, first_step=done, history=history, console=console
+        ) as progress,
         stoppable(in_a_group=processes.world > 1) as stop,
         released(task),
         trackers(display, rundir, **sent, warn=progress.note) as opened,
     ):
         opening = f"continuing from step {done}" if done else "continuing" if rundir.history() else "starting"
         where = f"{config.model.name} ({config.hardware.device}, {counted(config.hardware.threads or 1, 'thread')})"
-        batch = counted(value_at(config, "train.batch_size") or 0, "example")
-        size = f", {counted(steps, 'step')} of {batch}" if config.kind.weights else ""
+        batch = counted(config.train.batch_size, "example") if isinstance(config, WeightsConfig) else ""
+        size = f", {counted(steps, 'step')} of {batch}" if batch else ""
         facts = ", ".join(f"{key} {value}" for key, value in task.describe().items())
         work = f"{config.algo.name} on {task.name} with {where}{size}"
         progress.note(f"{opening}: {work}\n{facts}\nrun directory: {rundir.path}")
