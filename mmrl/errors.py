@@ -100,8 +100,6 @@ class Stopped(KeyboardInterrupt):
 
     # Exit code that a shell reports after SIGTERM: a script that continues runs needs to know only one code.
     exit_code = 143
-    resume = ""
-    """The command that continues what was stopped; empty where nothing had begun."""
 
 
 class TooManyFailures(MmrlError):
@@ -301,19 +299,40 @@ def storage(path: object = None) -> Iterator[None]:
 
 SHOWN, LONGEST = 100, 2_000
 """Problems that are printed, of a file that may be wrong on every line; characters of one, which may quote a value."""
-_CODES = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_CODES = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def without_codes(text: str) -> str:
+    """Make codes visible that a terminal would obey, of names and values of others; line ends stay."""
+    return _CODES.sub(lambda code: repr(code[0])[1:-1], text)
+
+
+ENDED = {130: "interrupted", Stopped.exit_code: "stopped by SIGTERM"}
+"""Exit code of a command that a signal has ended -> how."""
+
+
+def continue_with(error: BaseException, command: str) -> None:
+    """Note the command that continues what `error` ends, which is printed as the last line of all."""
+    error.add_note(f"continue with: {command}")
+
+
+def with_notes(text: str, error: BaseException | None) -> str:
+    """Return a sentence on how a command ended, and after it the command that continues it, where there is one."""
+    return "; ".join([text, *getattr(error, "__notes__", ())])
 
 
 def print_error(error: MmrlError) -> None:
-    """Print one line per problem on stderr."""
+    """Print one line per problem on stderr, and last the command that continues what the error has stopped."""
     lines = error.problems if isinstance(error, ConfigError) else [str(error)]
     for text in lines[:SHOWN]:
         # A value that it quotes may have several lines, and codes that a terminal would obey.
-        line = _CODES.sub(lambda code: repr(code[0])[1:-1], " ".join(text.splitlines()))
+        line = without_codes(" ".join(text.splitlines()))
         message = line if len(line) <= LONGEST else f"{line[:LONGEST]}... ({len(line) - LONGEST} more characters)"
         print(f"error: {message}", file=sys.stderr)
     if len(lines) > SHOWN:
         print(f"error: {len(lines) - SHOWN} more problems", file=sys.stderr)
+    if (stopped := with_notes("stopped", error)) != "stopped":
+        print(stopped, file=sys.stderr)
 
 
 def nearest(name: str, choices: Sequence[str]) -> str:

@@ -18,13 +18,16 @@ import typer
 
 from mmrl.cli import gone
 from mmrl.cli.commands import WORKER, app
-from mmrl.errors import MmrlError, Stopped, print_error, refuse, storage
+from mmrl.errors import ENDED, MmrlError, Stopped, print_error, refuse, storage, with_notes
 from mmrl.secrets import HidingStream, add_environment, holder, looks_like_a_key
 from mmrl.system.conf import GROUPS, options
 from mmrl.system.stop import quiet_loops
 
 SPINS = "1000"
 """Looks of a thread of OpenMP's at what it waits for, before it sleeps; numbers do not depend on it."""
+LOADING = ("train", "eval", "doctor", "plan", "serve", "compare", "table", "export")
+"""Commands that load packages for seconds, on a busy machine for a minute, before they have a word to say."""
+QUICK = {"-h", "--help", "help", "--cfg", "-c"}
 GROUP_CHOICES = """\b
 Compose a run from:
 {groups}
@@ -61,13 +64,13 @@ def _main(argv: Sequence[str] | None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except SystemExit as end:
-        if end.code != Stopped.exit_code:
+        if end.code not in ENDED:
             raise
-        resume = end.__cause__.resume if isinstance(end.__cause__, Stopped) else ""
-        print(f"stopped by SIGTERM{resume and f'; continue with: {resume}'}", file=sys.stderr)
-        return Stopped.exit_code
+        # Of several processes, the one that has started them says it, when they have ended.
+        if words[:1] != [WORKER]:
+            print(with_notes(ENDED[end.code], end.__cause__), file=sys.stderr)
+        return end.code
     except KeyboardInterrupt:
-        # a run that had begun has printed the command that continues it
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
@@ -120,12 +123,14 @@ def _dispatch(words: Sequence[str]) -> int:
                 "engine.endpoint.key_env takes"
             )
     refuse(problems)
+    # `mmrl help`, `mmrl help train`, `mmrl train help`
+    if words and "help" in (words[0], words[-1]) and not os.path.exists("help"):
+        words = [*(word for word in (words[1:] if words[0] == "help" else words[:-1])), "--help"]
     if words[:1] in ([], ["-h"], ["--help"]):
         app.info.epilog = GROUP_CHOICES.format(groups="\n".join(map(_choices, GROUPS)))
-    code: int = app(words or ["--help"], standalone_mode=False, prog_name="mmrl") or 0
-    if code == 130:  # what Typer makes of Ctrl-C, without a word
-        raise KeyboardInterrupt
-    return code
+    if words[:1] and words[0] in LOADING and not QUICK & set(words) and sys.stderr.isatty():
+        print(f"mmrl {words[0]}: loading …", file=sys.stderr)
+    return app(words or ["--help"], standalone_mode=False, prog_name="mmrl") or 0
 
 
 def _choices(group: str) -> str:

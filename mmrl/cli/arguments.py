@@ -54,8 +54,8 @@ class CommandLine:
     """Words without a `=`, where the command takes them."""
     multirun: bool = False
     config_dir: str | None = None
-    prints: bool = False
-    """`--cfg job`: the composed config is printed, and nothing runs."""
+    prints: str = ""
+    """`job` or `full` (`--cfg`): which config is printed while nothing runs; empty: none."""
 
     @property
     def switches(self) -> list[str]:

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from mmrl import __version__
+from mmrl.cli.completion import SETTINGS, Commands
+from mmrl.cli.index import index_app
 from mmrl.errors import ConfigError, MmrlError
 
 if TYPE_CHECKING:
@@ -26,17 +28,16 @@ if TYPE_CHECKING:
 
 WORKER = "worker"
 """The hidden command of one process of a run of several."""
-# Typer would report an unknown option at once and alone; passed on, it is named together with all other mistakes.
-SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
 HYDRA_FLAGS = """\b
 Flags:
   -m                   a sweep (mmrl train): a key takes several values, one run for every combination
   --config-dir FOLDER  configs of your own, before conf/ here and the shipped ones
-  --cfg job            print the composed config and stop"""
+  --cfg job|full       print what conf/ and the words set, or every key, and stop"""
 JsonFlag = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 
 # Errors and help are plain text: rich would read `run.report_to=[wandb]` as markup.
 app = typer.Typer(
+    cls=Commands,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
@@ -62,7 +63,7 @@ def mmrl(
     """
 
 
-@app.command(context_settings=SETTINGS, options_metavar="[KEY=VALUE ...] [-m]", epilog=HYDRA_FLAGS)
+@app.command(**SETTINGS, options_metavar="[KEY=VALUE ...] [-m]", epilog=HYDRA_FLAGS)
 def train(context: typer.Context) -> int:
     """Train; ends with a table before/after and a report.
 
@@ -91,7 +92,7 @@ def train(context: typer.Context) -> int:
       mmrl train resume=outputs/hotpotqa/mhgpo_rr/RUN
       mmrl train resume=outputs/hotpotqa/mhgpo_rr/RUN train.steps=+100
     """
-    from mmrl.cli import configs, hydra, overrides
+    from mmrl.cli import configs, overrides
 
     line = overrides.read_line(context.args, command_keys=("resume", "from"))
     if "resume" in line.command_keys:
@@ -110,7 +111,7 @@ def train(context: typer.Context) -> int:
             return go_on(folder, configs.set_config)
         return session.resume(folder)
     if line.prints:
-        hydra.print_job("train", line)
+        configs.print_config("train", line)
         return 0
     jobs = configs.train_configs(line)
     command = ["mmrl", "train", *context.args]
@@ -128,7 +129,7 @@ def train(context: typer.Context) -> int:
     return begin(jobs[0], command)
 
 
-@app.command("eval", context_settings=SETTINGS, options_metavar="policy=P [KEY=VALUE ...]", epilog=HYDRA_FLAGS)
+@app.command("eval", **SETTINGS, options_metavar="policy=P [KEY=VALUE ...]", epilog=HYDRA_FLAGS)
 def evaluate(context: typer.Context) -> int:
     """Evaluate a run, checkpoint, adapter, model folder or hub id on any task; each item is stored.
 
@@ -146,7 +147,7 @@ def evaluate(context: typer.Context) -> int:
       mmrl eval policy=tiny
       mmrl eval policy=outputs/hotpotqa/mhgpo_rr/RUN task=2wiki split=test
     """
-    from mmrl.cli import configs, hydra, overrides
+    from mmrl.cli import configs, overrides
 
     line = overrides.read_line(context.args, command_keys=("resume",))
     if "resume" in line.command_keys:
@@ -155,7 +156,7 @@ def evaluate(context: typer.Context) -> int:
 
         return resume_evaluation(Path(line.command_keys["resume"]))
     if line.prints:
-        hydra.print_job("eval", line)
+        configs.print_config("eval", line)
         return 0
     if line.multirun:
         raise ConfigError("-m: not for mmrl eval; several evaluations are a set with scores (mmrl table)")
@@ -167,7 +168,7 @@ def evaluate(context: typer.Context) -> int:
     return evaluate_policy(config, command=["mmrl", "eval", *context.args])
 
 
-@app.command(context_settings=SETTINGS, options_metavar="RUN_DIR [example=ID] [step=N [--json]]")
+@app.command(**SETTINGS, options_metavar="RUN_DIR [example=ID] [step=N [--json]]")
 def show(context: typer.Context, as_json: JsonFlag = False) -> None:
     """Print a run's curves, an evaluation's scores, the tree of calls of an example, or a step's rollouts as JSON.
 
@@ -227,7 +228,7 @@ def report(run_dir: Path) -> None:
         print(report_run(run_dir))
 
 
-@app.command(context_settings=SETTINGS, options_metavar="[RUN_DIR ...] [KEY=VALUE ...]")
+@app.command(**SETTINGS, options_metavar="[RUN_DIR ...] [KEY=VALUE ...]")
 def compare(context: typer.Context) -> int:
     """Show runs side by side: one figure, tables, which algorithm learned.
 
@@ -253,7 +254,7 @@ def compare(context: typer.Context) -> int:
     return command.compare(*_set_request(context, tuple(command.SetKeys.model_fields)))
 
 
-@app.command(context_settings=SETTINGS, options_metavar="[NAME] [KEY=VALUE ...]")
+@app.command(**SETTINGS, options_metavar="[NAME] [KEY=VALUE ...]")
 def table(context: typer.Context) -> int:
     """A set of runs, such as a table of the three papers: run what is missing of it, and show it; all sets: no name.
 
@@ -286,7 +287,7 @@ def _set_request(context: typer.Context, keys: Sequence[str]) -> tuple[SetReques
 
 
 @app.command(
-    context_settings=SETTINGS,
+    **SETTINGS,
     options_metavar="rollouts=FILE algo=A[,B] | run=RUN_DIR [step=N] [algo=A,B] [KEY=VALUE ...]",
 )
 def credit(context: typer.Context, as_json: JsonFlag = False) -> int:
@@ -320,7 +321,7 @@ def credit(context: typer.Context, as_json: JsonFlag = False) -> int:
     return credit_command(credit_request(context.args), as_json)
 
 
-@app.command(context_settings=SETTINGS, options_metavar="RUN_DIR out=FOLDER [KEY=VALUE ...]")
+@app.command(**SETTINGS, options_metavar="RUN_DIR out=FOLDER [KEY=VALUE ...]")
 def export(context: typer.Context) -> None:
     """Write a run's weights for other libraries: tokenizer, chat template, DSPy prompts and a model card beside them.
 
@@ -346,7 +347,7 @@ def export(context: typer.Context) -> None:
     write(read_arguments("mmrl export", ExportArguments, context.args, name="run_dir"))
 
 
-@app.command(context_settings=SETTINGS, options_metavar="policy=P [KEY=VALUE ...]")
+@app.command(**SETTINGS, options_metavar="policy=P [KEY=VALUE ...]")
 def serve(context: typer.Context) -> None:
     """Serve a policy over HTTP in OpenAI's protocol, until Ctrl-C; prints how to call it.
 
@@ -374,7 +375,7 @@ def serve(context: typer.Context) -> None:
     serve_policy(config, arguments, line.keys)
 
 
-@app.command("new-task", context_settings=SETTINGS, options_metavar="NAME [kind=async|dspy] [dir=FOLDER]")
+@app.command("new-task", **SETTINGS, options_metavar="NAME [kind=async|dspy] [dir=FOLDER]")
 def new_task(context: typer.Context) -> None:
     """Write a task package of your own: data, program, tool, reward, test.
 
@@ -393,7 +394,7 @@ def new_task(context: typer.Context) -> None:
     create(context.args)
 
 
-@app.command(context_settings=SETTINGS, options_metavar="[KEY=VALUE ...] [device=NAME] [dry=N]")
+@app.command(**SETTINGS, options_metavar="[KEY=VALUE ...] [device=NAME] [dry=N]")
 def plan(context: typer.Context, as_json: JsonFlag = False) -> None:
     """Print what a training run will do and cost, before it starts.
 
@@ -419,7 +420,7 @@ def plan(context: typer.Context, as_json: JsonFlag = False) -> None:
     print(planned(config, line.section(PlanArguments), as_json=as_json))
 
 
-@app.command(context_settings=SETTINGS, options_metavar="[KEY=VALUE ...] [examples=N]")
+@app.command(**SETTINGS, options_metavar="[KEY=VALUE ...] [examples=N]")
 def doctor(context: typer.Context, as_json: JsonFlag = False) -> int:
     """Say what is wrong with this machine, a model, or a run before it trains, with the setting to change.
 
@@ -488,7 +489,6 @@ def fetch(name: Annotated[str | None, typer.Argument()] = None) -> None:
         print(catalogue())
 
 
-index_app = typer.Typer(rich_markup_mode=None, help="A retrieval index: built.")
 app.add_typer(
     index_app,
     name="index",
@@ -498,39 +498,7 @@ app.add_typer(
 )
 
 
-@index_app.command("build", context_settings=SETTINGS, options_metavar="corpus=A[,B] index=DIR [KEY=VALUE ...]")
-def index_build(context: typer.Context) -> None:
-    """Build an index of a corpus; a build that was stopped goes on.
-
-    \b
-    Keys:
-      corpus=A,B                      files, folders or names of a corpus
-      index=DIR                       folder that is made
-      retriever=bm25|dense            bm25
-      k1= b=                          bm25
-      stemmer=porter|english|…        bm25: takes the endings of words off (31 languages); none
-      stopwords=english|none|…        bm25: words that are left out (12 languages)
-      model= device= batch_size=      dense: the encoder, where it runs, texts at once
-      faiss=flat|hnsw                 dense: exact, or a graph
-      encoder=own|contriever|e5       dense: how texts become vectors; own: as the model's files say
-      normalise=                      dense: vectors of length 1
-      query_prompt= passage_prompt=   dense: text in front of queries and passages
-
-    \b
-    Examples:
-      mmrl index build corpus=passages.jsonl index=indexes/bm25
-      mmrl index build corpus=passages.jsonl index=indexes/e5 retriever=dense model=intfloat/e5-base-v2
-    """
-    from mmrl.cli.arguments import read_arguments
-    from mmrl.config.retriever import build_schema
-
-    arguments = read_arguments("mmrl index build", build_schema(context.args), context.args)
-    from mmrl.run.index import build
-
-    build(arguments)
-
-
-@app.command("serve-retriever", context_settings=SETTINGS, options_metavar="index=DIR [KEY=VALUE ...]")
+@app.command("serve-retriever", **SETTINGS, options_metavar="index=DIR [KEY=VALUE ...]")
 def serve_retriever(context: typer.Context) -> None:
     """Serve an index over HTTP, in Search-R1's protocol, until Ctrl-C.
 

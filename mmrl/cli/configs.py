@@ -9,7 +9,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from omegaconf import OmegaConf
 
 from mmrl.cli.arguments import CommandLine
 from mmrl.cli.hydra import composed, through_hydra
@@ -28,6 +30,7 @@ from mmrl.config.schema import stage_schema
 from mmrl.config.validate import CHOICES
 from mmrl.errors import ConfigError, gathered, refuse, unknown
 from mmrl.system.conf import GROUPS, options, row_keys
+from mmrl.system.files import plain
 
 if TYPE_CHECKING:
     from mmrl.sets.sweep import Job
@@ -51,6 +54,22 @@ def eval_configs(line: CommandLine) -> list[EvalCommandConfig]:
     # The composed config cannot tell: a `model=` brings `train.*` into an evaluation too (see `hydra._sections`).
     problems = [f"{key}: has no effect on mmrl eval; it is an option of mmrl train" for key in stray]
     return _configs("eval", line.without(stray), partial(_eval_config, line), problems)
+
+
+def print_config(command: str, line: CommandLine) -> None:
+    """Print the composed sections of a job (`--cfg job`), or its validated config with all keys (`--cfg full`).
+
+    Raises:
+        ConfigError: a sweep, or a choice that a group does not have; of `full` every problem of a key.
+    """
+    problems = ["--cfg: prints one job, without -m and with one value for each key"] if line.multirun else []
+    jobs = expand(line, problems)
+    refuse(dict.fromkeys(problems))
+    if line.prints == "job":
+        config: dict[str, Any] = composed(command, jobs[0], line.config_dir)
+    else:
+        config = plain((train_configs if command == "train" else eval_configs)(line)[0].model_dump(mode="json"))
+    print(OmegaConf.to_yaml(OmegaConf.create(config)), end="")
 
 
 def _configs(

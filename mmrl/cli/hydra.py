@@ -133,18 +133,6 @@ def _put_user_folders_first(config_dir: str | None) -> None:
     plugins.register(UserConfigs)
 
 
-def print_job(config_name: str, line: CommandLine) -> None:
-    """Print the composed sections (`--cfg job`); nothing runs.
-
-    Raises:
-        ConfigError: a sweep, or a choice that a group does not have.
-    """
-    problems = ["--cfg: prints one job, without -m and with one value for each key"] if line.multirun else []
-    words = expand(line, problems)
-    refuse(dict.fromkeys(problems))
-    print(OmegaConf.to_yaml(OmegaConf.create(composed(config_name, words[0], line.config_dir))), end="")
-
-
 def through_hydra(line: CommandLine, job: Job) -> None:
     """Let Hydra's own main drive `mmrl train -m`, with any sweeper and launcher."""
     _put_user_folders_first(line.config_dir)

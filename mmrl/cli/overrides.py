@@ -35,7 +35,7 @@ class _Flags(argparse.ArgumentParser):
 FLAGS = _Flags(add_help=False, allow_abbrev=False)
 FLAGS.add_argument("-m", "--multirun", action="store_true")
 FLAGS.add_argument("--config-dir", "-cd")
-FLAGS.add_argument("--cfg", "-c", choices=["job"])
+FLAGS.add_argument("--cfg", "-c", choices=["job", "full"])
 NO_ROW = ("experiment=null", "experiment=")
 """The default, which Hydra has no words for: it takes null for no choice at all."""
 
@@ -61,7 +61,7 @@ def read_line(
     for flag in unknown_flags:
         suggestion = meant_keys(flag.partition("=")[0].lstrip("-").replace("-", "_"))
         hint = f"{suggestion} Keys are typed as KEY=VALUE" if suggestion else ""
-        problems.append(f"{flag.partition('=')[0]}: unknown flag{hint} (known: -m, --config-dir, --cfg job)")
+        problems.append(f"{flag.partition('=')[0]}: unknown flag{hint} (known: -m, --config-dir, --cfg job|full)")
     # Not Path's own test, which raises for a name that is too long.
     if flags.config_dir is not None and not os.path.isdir(flags.config_dir):
         problems.append(f"--config-dir: no folder '{flags.config_dir}'")
@@ -74,7 +74,7 @@ def read_line(
         # `~key` takes something out, and what is put in its place may have the same name.
         keys = [override.get_key_element().lstrip("+") for override in overrides if not override.is_delete()]
         problems += find_repeated([*keys, *("experiment" for text in texts if text in NO_ROW)])
-    prints = flags.cfg is not None
+    prints = flags.cfg or ""
     line = CommandLine(
         tuple(overrides), dict(command_pairs), tuple(positional), flags.multirun, flags.config_dir, prints
     )

@@ -192,7 +192,7 @@ def meant_keys(key: str) -> str:
     """Return `"; did you mean train.steps?"` for a key that was typed without its section, or an empty string."""
     keys = []
     for section, field in TrainCommandConfig.model_fields.items():
-        kinds = CHOICES.get(section, {}).values() or _sections_of(field.annotation)
+        kinds = CHOICES.get(section, {}).values() or sections_of(field.annotation)
         if any(key in kind.model_fields for kind in kinds):
             keys.append(f"{section}.{key}")
     return f"; did you mean {' or '.join(keys)}?" if keys else ""
@@ -224,13 +224,13 @@ def _fields_at(schema: type[BaseModel], location: Iterable[str], raw: Mapping[st
                 return None
             schema = choice
         elif part in schema.model_fields:  # else a key of a mapping of sections, or a number in a list of them
-            schema = next(_sections_of(schema.model_fields[part].annotation), schema)
+            schema = next(sections_of(schema.model_fields[part].annotation), schema)
     return [field.alias or name for name, field in schema.model_fields.items()]
 
 
-def _sections_of(annotation: object) -> Iterator[type[BaseModel]]:
+def sections_of(annotation: object) -> Iterator[type[BaseModel]]:
     """Yield the schemas in a type: those of optional sections, mappings and lists are among its arguments."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in get_args(annotation):
-        yield from _sections_of(argument)
+        yield from sections_of(argument)

@@ -87,7 +87,7 @@ ADVICE: Mapping[str, Advice] = {
     ),
     "user_code": Advice(
         "{now_share} of the rollouts fail in the program's or the metric's own code ({subject})",
-        "mend the line that it names (task.program, task.agent, task.metric)",
+        "mend the line or the setting that it names (task.program, task.agent, task.metric)",
     ),
     "replay": Advice(
         "{now_share} of the rollouts cannot be forked, since the program does not repeat its requests ({subject})",

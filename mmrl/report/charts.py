@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import io
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -57,6 +58,8 @@ STYLE: dict[RcKeyType, object] = {
 }
 SIZE = (5.2, 2.9)
 """Inches; shown at the width of its column."""
+THIN = 0.5
+"""Opacity of the values of single steps, below their mean; lower, and the dark theme swallows them."""
 POINTS = 300
 """Points drawn per line; longer runs are thinned by averaging."""
 
@@ -70,16 +73,9 @@ def reward_curve(history: History) -> str:
     if not len(values):
         return ""
     with drawing() as (axes, svg):
-        # In fewer steps than a window there is no mean, so the points are drawn in full.
-        faint = 0.35 if len(values) > WINDOW else 1
-        thinned = _thin(steps, values)
-        axes.plot(*thinned, color=LINES[0], alpha=faint, linewidth=1, marker=_point(values), label="per step")
-        if len(values) > WINDOW:
-            mean = trailing_mean(values, WINDOW)
-            axes.plot(*_thin(steps, mean), color=LINES[0], linewidth=2, label=f"mean of {WINDOW} steps")
-            _legend(axes)
+        lines = _draw(axes, {f"training {name}": (steps, values)}, window=WINDOW)
         _by_step(axes, f"training {name}")
-        return svg(f"training {name} by step")
+        return svg(f"training {name} by step", lines)
 
 
 def evaluation_curve(history: History, split: str, names: Sequence[str]) -> str:
@@ -93,32 +89,53 @@ def evaluation_curve(history: History, split: str, names: Sequence[str]) -> str:
         steps = [step for step in low if step in high]
         lows, highs = ([end[step] for step in steps] for end in (low, high))
         axes.fill_between(steps, lows, highs, color=LINES[0], alpha=0.18, linewidth=0)
-        _draw(axes, curves, MARKERS)
+        lines = _draw(axes, curves, MARKERS)
         _by_step(axes, f"score on {split}")
-        return svg(f"score on {split} by step")
+        return svg(f"score on {split} by step", lines)
 
 
 def lines_over_steps(history: History, keys: Mapping[str, str], label: str) -> str:
-    """Draw a line per metric (trailing means), for comparing modules or monitors; empty without values.
+    """Draw a line per metric and its trailing mean, for comparing modules or monitors; empty without values.
 
     Args:
         keys: name of the line -> metric key.
         label: what is drawn, for screen readers (others read the caption).
     """
     curves = {name: series(history, key) for name, key in keys.items()}
-    curves = {
-        name: _thin(steps, trailing_mean(values, WINDOW)) for name, (steps, values) in curves.items() if len(values)
-    }
+    curves = {name: curve for name, curve in curves.items() if len(curve[1])}
     if not curves:
         return ""
     with drawing() as (axes, svg):
-        _draw(axes, curves)
+        lines = _draw(axes, curves, window=WINDOW)
         _by_step(axes, "")
-        return svg(label)
+        return svg(label, lines)
 
 
-def _draw(axes: Axes, curves: Mapping[str, tuple[np.ndarray, np.ndarray]], markers: Sequence[str] = ()) -> None:
-    """Draw steps and values of each curve so that none hides another, and a legend of several."""
+Line: TypeAlias = tuple[str, np.ndarray, np.ndarray, np.ndarray | None]
+"""Name, steps, values and their trailing means, as far as they are drawn: what a page shows under the pointer."""
+
+
+def _draw(
+    axes: Axes, curves: Mapping[str, tuple[np.ndarray, np.ndarray]], markers: Sequence[str] = (), window: int = 0
+) -> list[Line]:
+    """Draw steps and values of each curve so that none hides another, and a legend of several.
+
+    Args:
+        window: steps of trailing means, which are then drawn over the thin values; 0: none. Fewer steps have no mean.
+    """
+    drawn: list[Line] = []
+    for index, (name, (steps, values)) in enumerate(curves.items()):
+        averaged = 0 < window < len(values)
+        means = trailing_mean(values, window) if averaged else values
+        (at, thinned), (_, means) = _thin(steps, values), _thin(steps, means)
+        drawn.append((name, at, thinned, means if averaged else None))
+        if averaged:
+            axes.plot(at, thinned, color=LINES[index % len(LINES)], alpha=THIN, linewidth=0.9, zorder=2)
+    _draw_bold(axes, {name: (at, values if means is None else means) for name, at, values, means in drawn}, markers)
+    return drawn
+
+
+def _draw_bold(axes: Axes, curves: Mapping[str, tuple[np.ndarray, np.ndarray]], markers: Sequence[str]) -> None:
     span = max(float(np.ptp(np.concatenate([values for _, values in curves.values()]))), 1e-12)
     lines: list[np.ndarray] = []
     for index, (name, (steps, values)) in enumerate(curves.items()):
@@ -192,8 +209,11 @@ def _thin(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 
 @contextmanager
-def drawing(size: tuple[float, float] = SIZE) -> Iterator[tuple[Axes, Callable[[str], str]]]:
-    """Open axes to draw on, with a function that then gives the SVG under a name for screen readers."""
+def drawing(size: tuple[float, float] = SIZE) -> Iterator[tuple[Axes, Callable[..., str]]]:
+    """Open axes to draw on, with a function that then gives the SVG.
+
+    It takes a name for screen readers, and the lines whose values the page's script shows under the pointer.
+    """
     import matplotlib
 
     # A Figure of its own: pyplot's global state would leak figures and pick a display backend.
@@ -204,13 +224,30 @@ def drawing(size: tuple[float, float] = SIZE) -> Iterator[tuple[Axes, Callable[[
         figure = Figure(figsize=size, layout="constrained")
         canvas = FigureCanvasSVG(figure)
 
-        def svg(title: str) -> str:
+        axes = figure.add_subplot()
+
+        def svg(title: str, lines: Sequence[Line] = ()) -> str:
             buffer = io.StringIO()
             # Not by `savefig`, which draws everything once more, for the layout alone.
             canvas.print_svg(buffer, metadata={"Date": None})
-            return bare_svg(buffer.getvalue(), title)
+            found = bare_svg(buffer.getvalue(), title)
+            if not lines:
+                return found
+            values = html.escape(json.dumps(_hover(axes, 72 * size[0], lines), separators=(",", ":")))
+            return found.replace("<svg", f'<svg data-hover="{values}"', 1)
 
-        yield figure.add_subplot(), svg
+        yield axes, svg
+
+
+def _hover(axes: Axes, width: float, lines: Sequence[Line]) -> dict[str, object]:
+    """Return where the axis of steps lies in the SVG and what it begins and ends with, and the values of each line."""
+
+    def rounded(values: np.ndarray | None) -> list[float] | None:
+        return None if values is None else [float(f"{value:.4g}") for value in values]
+
+    place, span = axes.get_position(), axes.get_xlim()
+    shown = [[name, steps.tolist(), rounded(values), rounded(means)] for name, steps, values, means in lines]
+    return {"axis": [place.x0 * width, place.x1 * width, *map(float, span)], "lines": shown}
 
 
 def bare_svg(svg: str, title: str) -> str:

@@ -15,15 +15,17 @@ from pathlib import Path
 from textwrap import fill
 
 from mmrl.config.base import path_override
-from mmrl.errors import MODEL_CAUSED, failed_how
+from mmrl.errors import MODEL_CAUSED, failed_how, without_codes
 from mmrl.report.alarms import Alarm
-from mmrl.report.html import write_report
-from mmrl.report.items import evaluation_text, example_text, run_facts, step_text
+from mmrl.report.html import try_report
+from mmrl.report.items import evaluation_text, example_key, example_text, run_facts, step_text
+from mmrl.report.journal import read_step
 from mmrl.report.overview import Item, Overview, damage_named
 from mmrl.report.rundir import RunDir
 from mmrl.report.stats import (
     WINDOW,
     compare_items,
+    counted,
     duration,
     learning,
     module_facts,
@@ -53,10 +55,12 @@ def show_run(path: Path | str, example: str | None = None, step: int | None = No
     with damage_named(path):
         overview, width = Overview.from_run(RunDir.read(path)), shutil.get_terminal_size((100, 24)).columns
         if example is not None:
-            return example_text(overview, example, step, width)
-        if step is not None:
-            return step_text(overview, step, width)
-        return evaluation_text(overview, width) if overview.evaluates else overview_text(overview, width)
+            text = example_text(overview, example, step, width)
+        elif step is not None:
+            text = step_text(overview, step, width)
+        else:
+            text = evaluation_text(overview, width) if overview.evaluates else overview_text(overview, width)
+        return without_codes(text)
 
 
 def overview_text(overview: Overview, width: int = 100) -> str:
@@ -153,9 +157,9 @@ def finish(
     )
     overview = Overview.from_run(run)
     width = min(shutil.get_terminal_size((100, 24)).columns, 110)  # wider paragraphs are hard to read
-    problem = _write_report(overview)
+    problem = try_report(overview)
     parts = [
-        f"{overview.name}: {overview.done} steps of {overview.description} in {duration(seconds)}",
+        f"{overview.name}: {counted(overview.done, 'step')} of {overview.description} in {duration(seconds)}",
         _kind_text(overview, width),
         before_after_table(differences, split, width),
         _curve_text(overview),
@@ -163,7 +167,7 @@ def finish(
         alarm_text(overview.alarms, width),
         _paths_and_commands(overview, problem),
     ]
-    return "\n\n".join(part for part in parts if part)
+    return without_codes("\n\n".join(part for part in parts if part))
 
 
 def _failures_text(evaluations: Mapping[str, Sequence[Item]]) -> str:
@@ -177,17 +181,6 @@ def _failures_text(evaluations: Mapping[str, Sequence[Item]]) -> str:
     return "\n".join(lines)
 
 
-def _write_report(overview: Overview) -> str:
-    """Write the report; what went wrong, if anything did."""
-    try:
-        write_report(overview)
-    except OSError:
-        raise  # a full disk is no drawing problem
-    except Exception as error:  # the run is done and its numbers are safe: a drawing problem must not lose the summary
-        return f"report not written ({type(error).__name__}: {error}); try again: mmrl report {overview.run.typed}"
-    return ""
-
-
 def _paths_and_commands(overview: Overview, problem: str = "") -> str:
     """Return the paths of everything, and the commands to look further."""
     path, steps, report = overview.run.path, overview.run.journal_steps(), overview.run.report_path
@@ -196,7 +189,8 @@ def _paths_and_commands(overview: Overview, problem: str = "") -> str:
     rows["look further"] = f"mmrl show {typed}"
     if steps:
         rows["a step"] = f"mmrl show {typed} step={steps[-1]}"
-        rows["an example"] = f"mmrl show {typed} step={steps[-1]} example=<id>"
+        if examples := read_step(overview.run, steps[-1])[0].examples:
+            rows["an example"] = f"mmrl show {typed} step={steps[-1]} {example_key(examples[0])}"
     # Objects of a Python process have names that no command can import.
     if not str(overview.get("task.program") or "").startswith("mmrl.system.objects:"):
         # On test, or, of the user's data, dev or train.

@@ -1,8 +1,8 @@
 """HTML pages: `report.html` of a run, and the parts that all pages share.
 
 No network; numbers and figures without script, on a phone and in the dark. Markup is in `templates/`, rendered by
-Jinja with autoescape: what comes from a config, a model or a data set cannot become markup. The one script, the rollout
-browser's, is named by its digest in the page's policy, so no other one runs.
+Jinja with autoescape: what comes from a config, a model or a data set cannot become markup. The scripts, of the rollout
+browser and of the values under the pointer, are named by their digests in the page's policy, so no other one runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mmrl.report.charts import DARK_CSS, evaluation_curve, lines_over_steps, rew
 from mmrl.report.items import item_rows, run_facts, score_rows
 from mmrl.report.overview import Overview, damage_named
 from mmrl.report.rundir import RunDir
-from mmrl.report.stats import ROUNDING, duration, fixed, learning, module_facts, series, signed
+from mmrl.report.stats import ROUNDING, WINDOW, History, duration, fixed, learning, module_facts, series, signed
 from mmrl.report.tables import before_after_rows, interval, module_rows
 from mmrl.report.text import clean
 from mmrl.report.trees import read_tokenizer
@@ -63,24 +63,30 @@ def write_report(overview: Overview) -> Path:
     folders = [*sorted(run.checkpoints.glob("checkpoint-*")), Path(located(str(overview.get("model.path", ""))))]
     damaged: list[str] = []
     blocks = browser.blocks(overview, read_tokenizer(folders), damaged)
-    script = PackageLoader("mmrl.report").get_source(templates(), "browser.js")[0]
+    curves, module_curves = _curves(overview), _module_curves(overview)
+    monitors = {label: {key: key} for key, label in HEALTH.items() if not _in_modules(key, training)}
+    health = _changing(overview, monitors)
+    needed = {"charts.js": any([*curves.values(), *module_curves.values(), *health.values()]), "browser.js": blocks}
+    names = [name for name, where in needed.items() if where]
+    scripts = [PackageLoader("mmrl.report").get_source(templates(), name)[0] for name in names]
     facts = {name: fact for name, fact in overview.environment.items() if name != "config"}  # it has its own section
     page = rendered(
         "run.html",
         blocks=blocks,
         all_blocks=len(browser.step_files(overview)),
-        script=script,
-        script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        scripts=scripts,
+        digests=[base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts],
         overview=overview,
         title=overview.name,
         facts=" · ".join(run_facts(overview)),
         differences=before_after_rows(overview.differences),
         evaluations=overview.evaluations,
         scores=list(_scores(overview)) if overview.evaluates else [],
-        curves=_curves(overview),
-        module_curves=_module_curves(overview),
+        curves=curves,
+        window=WINDOW if len(training) > WINDOW else 0,
+        module_curves=module_curves,
         modules=module_rows(training, module_facts(training)) if overview.modules else [],
-        health=_changing(overview, {label: {key: key} for key, label in HEALTH.items()}),
+        health=health,
         prompts=prompts_text(run.path),
         damaged=damaged,
         newest=max(run.journal_steps(), default=0),
@@ -91,6 +97,17 @@ def write_report(overview: Overview) -> Path:
     )
     atomic_write(run.report_path, page)
     return run.report_path
+
+
+def try_report(overview: Overview) -> str:
+    """Write the report; returns what went wrong, if anything did."""
+    try:
+        write_report(overview)
+    except OSError:
+        raise  # a full disk is no drawing problem
+    except Exception as error:  # the numbers are safe: a drawing problem must not end the run or lose the summary
+        return f"report not written ({type(error).__name__}: {error}); try again: mmrl report {overview.run.typed}"
+    return ""
 
 
 def report_run(path: Path | str) -> Path:
@@ -150,6 +167,8 @@ def _curves(overview: Overview) -> dict[str, str]:
 
 def _module_curves(overview: Overview) -> dict[str, str]:
     facts = [fact for fact in module_facts(overview.training) if fact not in ("calls", "attempts", "clip_share")]
+    # The sampler's estimate of the entropy, where the trainer computes it, says the same.
+    facts = [fact for fact in facts if fact != "surprise" or "entropy" not in facts]
     listed = [fact for fact in MODULE_LABELS if fact in facts]
     figures = {}
     for fact in [*listed, *sorted(set(facts) - set(listed))]:
@@ -159,6 +178,12 @@ def _module_curves(overview: Overview) -> dict[str, str]:
         label += f" ({having[0]})" if len(having) == 1 < len(keys) else ""
         figures[label] = keys
     return _changing(overview, figures)
+
+
+def _in_modules(key: str, training: History) -> bool:
+    """True for a monitor that has a chart by modules, of which it is the mean."""
+    by_module = {"train/entropy": {"entropy", "surprise"}, "train/kl": {"kl"}}.get(key, set())
+    return not by_module.isdisjoint(module_facts(training))
 
 
 def _changing(overview: Overview, figures: Mapping[str, Mapping[str, str]]) -> dict[str, str]:

@@ -6,6 +6,7 @@ only results of items are stored.
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -46,10 +47,16 @@ def evaluation_text(overview: Overview, width: int) -> str:
     parts.append(facts_table({name: value for name, value in metrics.items() if name.startswith("module/")}))
     parts.append(facts_table(overview.summary.get("facts") or {}))
     parts.append(_items_text(items, width, worst=WORST))
-    example = clean(items[0]["id"])
     commands = [f"all items:        mmrl show {overview.run.typed} step={step}"] if len(items) > WORST else []
-    parts.append("\n".join([*commands, f"one item's calls: mmrl show {overview.run.typed} example='{example}'"]))
+    parts.append(
+        "\n".join([*commands, f"one item's calls: mmrl show {overview.run.typed} {example_key(items[0]['id'])}"])
+    )
     return "\n\n".join(part for part in parts if part)
+
+
+def example_key(name: str) -> str:
+    """Return the setting that names an example or item in a command, for a shell."""
+    return f"example={shlex.quote(clean(name))}"
 
 
 def score_rows(items: Sequence[Item], metrics: Mapping[str, object]) -> Rows:
@@ -121,7 +128,7 @@ def step_text(overview: Overview, step: int, width: int) -> str:
         raise CheckpointError(f"{run.path}: no journal of step {step}; {_steps(overview)}")
     if not training:
         example = next(iter(evaluated.values()))[0]["id"]
-        parts.append(f"one item: mmrl show {run.typed} step={step} example='{clean(example)}'")
+        parts.append(f"one item: mmrl show {run.typed} step={step} {example_key(example)}")
     return "\n\n".join(parts)
 
 
@@ -181,10 +188,10 @@ def _examples_table(run: RunDir, forest: Forest, step: int, width: int) -> str:
             **({"caught_parse": caught[example]} if caught else {}),
         }
     rows = _item_rows("example", items, ("rollouts", "reward", "lowest", "highest"))
-    example = clean(forest.examples[0]) if forest.examples else "<id>"
+    key = example_key(forest.examples[0]) if forest.examples else "example=<id>"
     return (
         f"step {step}: {len(forest.examples)} examples, {len(forest.rollouts)} rollouts, {len(forest.calls)} calls\n"
-        f"{align(rows, width=width)}\n\none example's calls: mmrl show {run.typed} step={step} example='{example}'"
+        f"{align(rows, width=width)}\n\none example's calls: mmrl show {run.typed} step={step} {key}"
     )
 
 

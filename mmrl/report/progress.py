@@ -10,11 +10,12 @@ import functools
 import importlib.util
 import math
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Concatenate, ParamSpec
+from typing import Concatenate, ParamSpec, TextIO, cast
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -23,10 +24,12 @@ from rich.progress import Progress as Bars
 from rich.table import Column
 from rich.text import Text
 
-from mmrl.errors import MODEL_CAUSED
+from mmrl.errors import MODEL_CAUSED, without_codes
 from mmrl.report.alarms import Alarm, alarms
 from mmrl.report.stats import (
+    History,
     Metrics,
+    counted,
     duration,
     failed_text,
     failure_shares,
@@ -34,6 +37,7 @@ from mmrl.report.stats import (
     number,
     short,
     sparkline,
+    splits_in,
 )
 from mmrl.report.tables import Rows, with_interval
 from mmrl.report.text import align
@@ -66,6 +70,50 @@ def _harmless(
     return guarded
 
 
+class AboveDisplay:
+    """A text stream in the place of standard output or error while the display draws.
+
+    Its lines go above the display; an unfinished one, such as the bar of a download, is the display's status. All else
+    is the stream's own, so that what asks for its encoding gets the terminal's, which rich's own stand-in hides.
+
+    Args:
+        stream: the one that it stands for.
+        show: prints a line.
+    """
+
+    def __init__(self, stream: TextIO, show: Callable[[Text], None]):
+        self.stream = stream
+        self.unfinished = ""
+        self._show = show
+        self._lock = threading.Lock()
+
+    def write(self, text: str) -> int:
+        """Take the text; of what a bar has drawn on one line, the last state counts."""
+        with self._lock:
+            *lines, rest = (self.unfinished + text).split("\n")
+            self.unfinished = _last_state(rest)
+        for line in map(_last_state, lines):
+            if line.strip():
+                # hidden here: where a long line breaks, a secret would be none
+                self._show(Text.from_ansi(hide(line)))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write each of `lines`."""
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        """Nothing: a line is shown when it is finished."""
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.stream, name)
+
+
+def _last_state(line: str) -> str:
+    return line.rstrip("\r").rpartition("\r")[2]
+
+
 class Progress:
     """Progress of one run, as a context manager.
 
@@ -76,6 +124,7 @@ class Progress:
             everywhere.
         main_metric: metric shown first (`task.main_metric`).
         first_step: steps done before (a resumed run).
+        history: their records, and that of the evaluation before training.
         console: where to draw; None: standard error.
     """
 
@@ -87,6 +136,7 @@ class Progress:
         live: bool | None = None,
         main_metric: str = "em",
         first_step: int = 0,
+        history: History = (),
         console: Console | None = None,
     ):
         self.off = False
@@ -97,9 +147,6 @@ class Progress:
         if self._console.is_jupyter and importlib.util.find_spec("ipywidgets") is None:
             # rich draws in a notebook by its widgets alone, and warns at each refresh where there are none
             self._console = Console(file=sys.stderr, highlight=False, force_jupyter=False, force_terminal=False)
-        self._live: Live | None = None
-        if live is not False and self._console.is_terminal and not self._console.is_dumb_terminal:
-            self._live = Live(console=self._console, get_renderable=self._safe_render, refresh_per_second=1)
         self._ascii = not (self._console.encoding or "").lower().startswith("utf")
         self._history: deque[JsonObject] = deque(maxlen=HISTORY)
         self._evaluations: dict[str, list[tuple[int, Metrics]]] = {}
@@ -110,9 +157,28 @@ class Progress:
         # A first sample, so that one step is enough for a pace.
         self._bars.advance(self._task.id, 0)
         self._last_line = (first_step, time.monotonic())
-        self._status = ""
+        self._status: tuple[Callable[[], str], float] | None = None
+        """Text of the work under way, and when it began."""
         self._alarms: list[Alarm] = []
         self._announced: set[tuple[str, str]] = set()
+        for record in history:
+            if record["step"]:
+                self._history.append(record)
+            for split in splits_in([record]):
+                self._keep_evaluation(record["step"], split, record)
+        self._resumed = first_step
+        self._streams: list[AboveDisplay] = []
+        self._live: Live | None = None
+        # last: rich draws it once right away
+        if live is not False and self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._live = Live(
+                console=self._console,
+                get_renderable=self._safe_render,
+                refresh_per_second=1,
+                # by `AboveDisplay`
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
 
     # --- what the run calls
 
@@ -122,11 +188,10 @@ class Progress:
 
     @_harmless
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._status = "stopped" if kind is not None else ""
+        self._status = (lambda: "stopped", math.inf) if kind is not None else None
         # The last state stays on the screen when the display ends.
         self._draw()
-        if self._live is not None:
-            self._live.stop()
+        self._end()
 
     @_harmless
     def step(self, step: int, metrics: Metrics) -> None:
@@ -136,13 +201,14 @@ class Progress:
         self._history.append({**metrics, "step": step})
         # Before drawing, so that the display shows the alarms of this very step.
         self._alarms = [alarm for alarm in alarms(list(self._history)) if alarm.until is None]
-        self._status = ""
+        self._status = None
         self._draw()
         for alarm in self._alarms:
-            # An alarm is printed when it begins; the display keeps showing it while it is on.
+            # An alarm is printed when it begins, or first seen by a resumed run; the display shows it while it is on.
             if (alarm.name, alarm.key) not in self._announced:
                 self._announced.add((alarm.name, alarm.key))
-                self._print_line(f"alarm {alarm.name} at step {step} ({alarm.key}): {alarm.message}", style="yellow")
+                when = f"from step {alarm.step}" if alarm.step <= self._resumed else f"at step {step}"
+                self._print_line(f"alarm {alarm.name} {when} ({alarm.key}): {alarm.message}", style="yellow")
         # A log file gets a bounded number of lines, however long the run is.
         if self._live is None and self._line_is_due(step):
             self._print_line(self._line(step))
@@ -150,12 +216,11 @@ class Progress:
     @_harmless
     def evaluation(self, step: int, split: str, metrics: Metrics) -> None:
         """Record an evaluation after `step` steps; keys with or without the prefix `eval/<split>/`."""
-        if not self._history and step <= self._task.completed:  # the one before training is no part of a step
+        if not self._done_here and step <= self._task.completed:  # the one before training is no part of a step
             self._bars.reset(self._task.id, completed=int(self._task.completed))
             self._bars.advance(self._task.id, 0)
-        metrics = {key.removeprefix(f"eval/{split}/"): value for key, value in metrics.items()}
-        self._evaluations.setdefault(split, []).append((step, metrics))
-        self._status = ""
+        metrics = self._keep_evaluation(step, split, metrics)
+        self._status = None
         self._draw()
         if self._live is None:
             text = "  ".join(f"{key} {with_interval(metrics, key)}" for key in self._metric_names(metrics))
@@ -168,9 +233,13 @@ class Progress:
             self._print_line("  ".join(filter(None, [f"evaluation on {split} at step {step}: {text}{items}", failed])))
 
     @_harmless
-    def status(self, text: str) -> None:
-        """Show the work under way ("evaluating dev 40/200"); in the live display only."""
-        self._status = text
+    def status(self, text: str | Callable[[], str]) -> None:
+        """Show the work under way, with its time; in the live display only.
+
+        Args:
+            text: such as "updating"; a function is called at each refresh, from another thread.
+        """
+        self._status = (text if callable(text) else lambda: text), time.monotonic()
         self._draw()
 
     @_harmless
@@ -184,20 +253,51 @@ class Progress:
     def _start(self) -> None:
         if self._live is not None:
             self._live.start()
+            out, err = (AboveDisplay(stream, self._show) for stream in (sys.stdout, sys.stderr))
+            sys.stdout, sys.stderr = cast(TextIO, out), cast(TextIO, err)
+            self._streams = [out, err]
         elif self._task.description:
-            self._print_line(f"{self._task.description}: {self._task.remaining:.0f} steps to go")
+            self._print_line(f"{self._task.description}: {counted(self._task.remaining or 0, 'step')} to go")
+
+    def _end(self) -> None:
+        """End the display and give standard output and error back; what is unfinished on them is printed."""
+        if self._live is None:
+            return
+        streams, self._streams = self._streams, []
+        for name, stream in zip(("stdout", "stderr"), streams, strict=False):
+            if getattr(sys, name) is stream:
+                setattr(sys, name, stream.stream)
+        try:
+            self._live.stop()
+        finally:
+            for stream in streams:
+                if stream.unfinished.strip():
+                    stream.stream.write(f"{stream.unfinished}\n")
 
     def switch_off(self, error: Exception) -> None:
         """End the display for good; the run continues."""
         self.off = True
         with suppress(Exception):
-            if self._live is not None:
-                self._live.stop()
+            self._end()
         with suppress(Exception):  # standard error itself may be gone
             print(f"progress display switched off: {type(error).__name__}: {error}", file=sys.stderr)
 
     def _print_line(self, text: str, style: str = "") -> None:
-        self._console.print(Text(self._safe(text), style=style), soft_wrap=not self._console.is_terminal)
+        self._show(Text(self._safe(text), style=style))
+
+    @_harmless
+    def _show(self, text: Text) -> None:
+        self._console.print(text, soft_wrap=not self._console.is_terminal)
+
+    def _keep_evaluation(self, step: int, split: str, metrics: Metrics) -> Metrics:
+        metrics = {key.removeprefix(f"eval/{split}/"): value for key, value in metrics.items()}
+        self._evaluations.setdefault(split, []).append((step, metrics))
+        return metrics
+
+    @property
+    def _done_here(self) -> bool:
+        """True once this process has done a step."""
+        return self._task.completed > self._resumed
 
     def _draw(self) -> None:
         if self._live is not None:
@@ -226,7 +326,16 @@ class Progress:
         if self._history:
             rows.append(self._dim(" · ".join(self._numbers())))
         rows += [Text(self._safe(f"! {alarm.name}  {alarm.key}: {alarm.message}"), "yellow") for alarm in self._alarms]
-        return Group(*rows, *([self._dim(self._status)] if self._status else []))
+        return Group(*rows, *map(self._dim, self._under_way()))
+
+    def _under_way(self) -> list[str]:
+        """Return the work under way, and bars that others draw."""
+        rows = []
+        if self._status is not None:
+            text, since = self._status
+            seconds = time.monotonic() - since
+            rows.append(f"{text()}  {duration(seconds)}" if seconds >= 1 else text())
+        return [*rows, *(line for stream in self._streams if (line := Text.from_ansi(stream.unfinished).plain.strip()))]
 
     def _curves(self, room: int) -> Rows:
         """Return rows of reward and evaluations: name, newest value, curve of at most `room` characters or notes."""
@@ -258,7 +367,7 @@ class Progress:
 
     def _line_is_due(self, step: int) -> bool:
         total, (before, printed_at), now = self._task.total or 0, self._last_line, time.monotonic()
-        due = step - before >= max(1, total // PLAIN_LINES) or step >= total or len(self._history) == 1
+        due = step - before >= max(1, total // PLAIN_LINES) or step >= total or step == self._resumed + 1
         if due or now - printed_at >= PLAIN_SECONDS:
             self._last_line = (step, now)
             return True
@@ -292,6 +401,7 @@ class Progress:
         return f"{duration(1 / speed)}/step  {remaining}"
 
     def _safe(self, text: str) -> str:
-        """Reduce `text` to the terminal's encoding, without secrets, which a line break would hide from `hide`."""
-        text = hide(text)
+        """Reduce `text` to the terminal's encoding, without codes that a terminal would obey and without secrets."""
+        # Whole: a line break would hide a secret from `hide`.
+        text = without_codes(hide(text))
         return text.encode("ascii", "replace").decode() if self._ascii else text

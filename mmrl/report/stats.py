@@ -121,6 +121,11 @@ def sparkline(values: Sequence[float], width: int, *, ascii_only: bool = False) 
     return "".join(marks[min(int((point - low) / (high - low) * len(marks)), len(marks) - 1)] for point in points)
 
 
+def counted(count: float, what: str) -> str:
+    """Format a number of things: `1 step`, `12 steps`."""
+    return f"{count:.0f} {what}{'s' * (count != 1)}"
+
+
 def short(value: object) -> str:
     """Format a number in few characters: `0.412`, `12.3k`, `4.1G`, `1.2e-06`, `1.2e+15`; `-` if not finite.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 from mmrl import rng
 
@@ -54,6 +55,12 @@ class Tree:
     teacher: str | None = None
     growth: Growth | None = None
     exchange: Exchange | None = None
+
+    @property
+    def size(self) -> int:
+        """Rollouts that are sampled."""
+        grown = self.growth.rounds * self.growth.nodes if self.growth is not None else 0
+        return prod(fork.width for fork in self.forks) + grown
 
 
 def independent(count: int) -> tuple[Tree, ...]:

@@ -36,6 +36,7 @@ from mmrl.run.build import build_task, reward_set, separate_teachers, teacher_po
 from mmrl.run.launch import hardware_problems, missing_packages, push_problems, replica_problems
 from mmrl.run.settle import module_assignment
 from mmrl.stages.information_gain import gold_problems
+from mmrl.system.conf import GROUPS, set_by
 from mmrl.system.objects import imported
 from mmrl.tasks.base import Canonical, Task, continuing_modules
 from mmrl.trainer.settings import Settings
@@ -56,9 +57,18 @@ def check_all(configs: Sequence[RootConfig], user_keys: Collection[str] = ()) ->
         problems.append("run.dir: the runs of a sweep need a directory each; leave run.dir out")
     for config in configs:
         with gathered(problems):
-            problems += check(config, user_keys)
+            problems += [_with_source(problem, config, user_keys) for problem in check(config, user_keys)]
     # The runs of a sweep mostly have the same problems; each is listed once, in the order of its first run.
     refuse(dict.fromkeys(problems))
+
+
+def _with_source(problem: str, config: RootConfig, user_keys: Collection[str]) -> str:
+    """Return a problem of a key that the user has not typed with the choice that has set it: `algo=grpo`."""
+    key = problem.partition(":")[0]
+    if not user_keys or any(f"{key}.".startswith(f"{typed}.") for typed in user_keys if typed not in GROUPS):
+        return problem
+    choice = set_by(key, value_at(config, key), {group: value_at(config, f"{group}.name") for group in GROUPS})
+    return f"{problem} (set by {choice}; {key}=VALUE changes it)" if choice else problem
 
 
 def check(config: RootConfig, user_keys: Collection[str] = ()) -> list[str]:

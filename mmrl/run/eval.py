@@ -5,13 +5,12 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 from mmrl.config import EvalCommandConfig
 from mmrl.engines import needs_model
 from mmrl.engines.base import total_usage
-from mmrl.errors import StorageError, TooManyFailures, failed_how, located, storage
+from mmrl.errors import StorageError, TooManyFailures, continue_with, failed_how, located, storage
 from mmrl.models.merged import require_undamaged
 from mmrl.models.policy import Policy, describe_weights, is_shipped, other_task
 from mmrl.records import Example, Forest
@@ -32,7 +31,7 @@ from mmrl.stages.evaluate import (
     without_scores,
 )
 from mmrl.system.files import JsonObject
-from mmrl.system.stop import print_resume, stoppable
+from mmrl.system.stop import stoppable
 from mmrl.tasks.base import Task
 
 
@@ -130,7 +129,7 @@ def _items(
                 rundir.ledger.note(results)
             return items, engine.describe(), total_usage([engine, task])
         except (KeyboardInterrupt, StorageError) as error:
-            print_resume(error, _resume(rundir.path), partial(print, file=sys.stderr))
+            continue_with(error, _resume(rundir.path))
             raise
 
 

@@ -20,7 +20,7 @@ import psutil
 
 from mmrl.config import HardwareConfig
 from mmrl.config.engines import EngineConfig
-from mmrl.errors import ConfigError, ProcessLost
+from mmrl.errors import ENDED, ConfigError, ProcessLost
 from mmrl.system.child_process import end_with_parent, free_port
 from mmrl.system.files import JsonObject
 from mmrl.system.processes import launched
@@ -60,9 +60,7 @@ def start(job: JsonObject, hardware: HardwareConfig, run_dir: str) -> int:
         _end(workers)
     code = workers[failed].returncode
     if signals and code in (-signals[0], 128 + signals[0]):
-        # A worker that was loading its packages has not printed how to go on.
-        if code < 0:
-            print(f"stopped; continue with: mmrl train resume={run_dir}", file=sys.stderr)
+        print(f"{ENDED[128 + signals[0]]}; continue with: mmrl train resume={run_dir}", file=sys.stderr)
         return 128 + signals[0]
     # A negative code is a signal: the process had no chance to say anything, so this one does.
     if code < 0:

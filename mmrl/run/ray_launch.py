@@ -25,7 +25,7 @@ from shutil import rmtree
 from typing import IO, Any
 
 from mmrl.config import HardwareConfig
-from mmrl.errors import ProcessLost
+from mmrl.errors import ENDED, ProcessLost
 from mmrl.report.rundir import RunDir
 from mmrl.run.launch import GRACE_S, JOB, environment, forward_signals
 from mmrl.system.child_process import end_with_parent, free_port
@@ -143,6 +143,8 @@ def start_on_ray(job: JsonObject, hardware: HardwareConfig, run_dir: str) -> int
         words = next((line for line in reversed(str(failure).splitlines()) if line.strip()), repr(failure))
         print(f"error: {often}: {words}\nstopped; continue with: mmrl train resume={run_dir}", file=sys.stderr)
         return 1
+    if code in ENDED:
+        print(f"{ENDED[code]}; continue with: mmrl train resume={run_dir}", file=sys.stderr)
     return code or 0
 
 

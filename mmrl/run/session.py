@@ -27,8 +27,7 @@ from mmrl.config import (
     WeightsConfig,
     validate_stored,
 )
-from mmrl.config.base import value_at
-from mmrl.errors import CheckpointError, ConfigError, MmrlError, ProcessLost, located, storage
+from mmrl.errors import CheckpointError, ConfigError, MmrlError, ProcessLost, continue_with, located, storage
 from mmrl.models.policy import damage, every_checkpoint
 from mmrl.report.rundir import RunDir, step_of
 from mmrl.run.build import RECORD, build_stage, build_task, check_model, evaluated, steps_of
@@ -43,7 +42,7 @@ from mmrl.system import ray_cluster
 from mmrl.system.files import JsonObject, plain
 from mmrl.system.json_lines import stored_lines
 from mmrl.system.processes import ALONE, Processes, join, launched, lost_a_process
-from mmrl.system.stop import print_resume, stoppable
+from mmrl.system.stop import stoppable
 
 if TYPE_CHECKING:
     from mmrl.stages.weights import WeightStage
@@ -292,6 +291,7 @@ def session(config: StageConfig, rundir: RunDir, checkpoint: Path | None, proces
     # Imported here: numpy and rich are slow to load, and a refused config should not wait for them.
     from mmrl.report.console import finish
     from mmrl.report.progress import Progress
+    from mmrl.report.stats import counted
     from mmrl.report.trackers import trackers
     from mmrl.stages.evaluate import Evaluations
     from mmrl.stages.step_log import StepLog
@@ -303,19 +303,24 @@ def session(config: StageConfig, rundir: RunDir, checkpoint: Path | None, proces
     display, console = (config.run, None) if processes.main else (RunConfig(), Console(quiet=True))
     name = display.name or f"{config.algo.name}-{task.name}-s{config.seed}"
     live = display.progress
+    history = [record for record in rundir.history() if record["step"] <= done] if processes.main else []
     sent = {"name": name, "group": f"{config.algo.name}-{task.name}", "device": config.hardware.device}
     with (
-        Progress(total=steps, title=name, live=live, main_metric=metric, first_step=done, console=console) as progress,
+        Progress(
+            total=steps, title=name, live=live, main_metric=metric, first_step=done, history=history, console=console
+        ) as progress,
         stoppable(in_a_group=processes.world > 1) as stop,
         released(task),
         trackers(display, rundir, **sent, warn=progress.note) as opened,
     ):
         opening = f"continuing from step {done}" if done else "continuing" if rundir.history() else "starting"
-        where = f"{config.model.name} ({config.hardware.device}, {config.hardware.threads} threads)"
-        size = f", {steps} steps of {value_at(config, 'train.batch_size')} examples" if config.kind.weights else ""
+        where = f"{config.model.name} ({config.hardware.device}, {counted(config.hardware.threads or 1, 'thread')})"
+        batch = counted(config.train.batch_size, "example") if isinstance(config, WeightsConfig) else ""
+        size = f", {counted(steps, 'step')} of {batch}" if batch else ""
         facts = ", ".join(f"{key} {value}" for key, value in task.describe().items())
         work = f"{config.algo.name} on {task.name} with {where}{size}"
         progress.note(f"{opening}: {work}\n{facts}\nrun directory: {rundir.path}")
+        progress.status("loading the model")
         log = StepLog(rundir=rundir, progress=progress, trackers=opened, processes=processes, stop=stop)
         # None while the parts are built: a failure then leaves nothing to close.
         stage: Stage | None = None
@@ -344,8 +349,11 @@ def session(config: StageConfig, rundir: RunDir, checkpoint: Path | None, proces
                 )
         except (MmrlError, KeyboardInterrupt) as error:
             # A wrong setting would stop it again; a damaged file has its own way out, in the error.
-            if not isinstance(error, CheckpointError) and (stage is not None or not isinstance(error, ConfigError)):
-                print_resume(error, f"mmrl train resume={rundir.resumed_as}", progress.note)
+            goes_on = not isinstance(error, CheckpointError) and (
+                stage is not None or not isinstance(error, ConfigError)
+            )
+            if processes.main and goes_on:
+                continue_with(error, f"mmrl train resume={rundir.resumed_as}")
             raise
     print(text)
     return 0 if rundir.finished else 1

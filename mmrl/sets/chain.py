@@ -16,7 +16,7 @@ import yaml
 
 from mmrl.config import StageConfig, StagedCommandConfig, StartConfig
 from mmrl.config.base import path_override
-from mmrl.errors import CheckpointError, Stopped, storage
+from mmrl.errors import CheckpointError, continue_with, storage
 from mmrl.models.policy import SET, prompts_of, write_policy
 from mmrl.report.overview import damage_named
 from mmrl.report.rundir import refuse_full, rows_of
@@ -129,9 +129,9 @@ def go_on(folder: Path, compose: Compose, command: Sequence[str] = (), *, in_pro
         with stoppable():
             try:
                 RunQueue(plan.queue, 1, spec.config_dir, on_done=ended, attached=True).run()
-            except Stopped as stop:
+            except KeyboardInterrupt as stop:
                 # A run that was still loading its packages has not said it.
-                stop.resume = f"mmrl train resume={shlex.quote(str(folder))}"
+                continue_with(stop, f"mmrl train resume={shlex.quote(str(folder))}")
                 raise
     code = next((run.code for run in plan.queue if run.code), 0)
     if not code:

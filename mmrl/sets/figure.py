@@ -193,7 +193,7 @@ class SetFigure:
             )
             svg, png = io.StringIO(), io.BytesIO()
             canvas.savefig(png, format="png", dpi=130)
-            canvas.savefig(svg, format="svg", metadata={"Date": None})
+            canvas.savefig(svg, format="svg", facecolor="none", metadata={"Date": None})
         return standalone(bare_svg(svg.getvalue(), f"{self.result.name}: {self.caption}")), png.getvalue()
 
 

@@ -201,6 +201,9 @@ class Collector(Stage[TrainCommandConfig]):
         # May run on the loop of rollouts while the trainer works: reads nothing that training changes.
         env, plans = self.planned(examples, (self.config.seed, step))
         env.version = version
+        if version is None:
+            count = sum(tree.size for _, trees in plans for tree in trees)
+            self.log.progress.status(lambda: f"sampling: {env.scoring.calls} of {count} rollouts scored")
         started, busy, tokenized = time.perf_counter(), self.engine.busy_s, tokenizer_seconds()
         forest = await sample(env, plans, self.reward_set, step)
         seconds = {

@@ -145,7 +145,6 @@ class Evaluations:
     def metrics(self, step: int) -> dict[str, float]:
         """Return the metrics after `step` steps, named `eval/<split>/<metric>`; without scores if too much failed."""
         started, split = time.perf_counter(), self.settings.split
-        self.log.progress.status(f"evaluating {split}")
         items = self.items(step)
         failures = [
             failure for item in items for failure in zip(failed_kinds([item]), item.get("messages", ()), strict=False)
@@ -167,9 +166,17 @@ class Evaluations:
 
         def environment(key: rng.Key) -> Environment:
             self.stage.sync(step)  # not before: a resumed run whose items are all there need not push old weights
-            return self.stage.environment(self.settings, key)
+            environments.append(self.stage.environment(self.settings, key))
+            return environments[-1]
 
-        results = self.log.rundir.eval_path(step, self.settings.split)
+        def under_way() -> str:
+            scored = sum(env.scoring.calls for env in environments)
+            return f"evaluating {split}: {scored} of {count} rollouts scored"
+
+        split, environments = self.settings.split, list[Environment]()
+        count = self.settings.samples * len(self.examples[: self.settings.items])
+        self.log.progress.status(under_way)
+        results = self.log.rundir.eval_path(step, split)
         items = evaluate(
             environment,
             self.examples,

@@ -100,6 +100,7 @@ class SftStage(Stage[SftCommandConfig]):
         """Return the calls of step number `step`; a stop ends the run here, and the trainer saves first."""
         self.log.obey_stop()
         self.log.begin()
+        self.log.progress.status("updating the weights")
         calls = [self.calls[row] for row in islice(self.rows, self.config.train.batch_size)]
         return step_batch(step, calls)
 
@@ -207,9 +208,11 @@ class SftStage(Stage[SftCommandConfig]):
         # Nothing is sampled in a step of this stage.
         metrics = {name: value for name, value in metrics.items() if name not in _NOT_HERE}
         metrics["rate/tokens_per_s"] = update["train/tokens_forwarded"] / metrics["time/step"]
-        if self.evaluations.due(step) and step < self.config.train.steps:
+        if evaluated := self.evaluations.due(step) and step < self.config.train.steps:
             metrics |= self.evaluations.metrics(step)
         self.log.write(step, metrics)
+        if evaluated:
+            self.log.draw_page()
 
 
 _SHOWN = {

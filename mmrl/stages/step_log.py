@@ -17,7 +17,9 @@ from mmrl.credit.entries import Entry
 from mmrl.errors import OWN_CODE, Stopped
 from mmrl.records import Example, Forest
 from mmrl.report.advice import ADVICE, FAILURES
+from mmrl.report.html import try_report
 from mmrl.report.journal import JournalWriter
+from mmrl.report.overview import Overview
 from mmrl.report.progress import Progress
 from mmrl.report.rundir import RunDir
 from mmrl.report.trackers import Trackers
@@ -59,6 +61,8 @@ class StepLog:
 
     _noted: set[str] = field(default_factory=set)
     """Kinds of failure that `note_own_code` has printed."""
+    _page: tuple[float, float] = (0.0, 0.0)
+    """When the report was last written, and the seconds that it took."""
     stop: Stop = field(default_factory=Stop)
     """The request that this process end."""
 
@@ -143,3 +147,14 @@ class StepLog:
         self.trackers.log(step, metrics)
         if step:
             self.progress.step(step, metrics)
+
+    def draw_page(self) -> None:
+        """Write the report while the run goes on, unless drawing it would take more than about a tenth of the time."""
+        ended, seconds = self._page
+        started = time.perf_counter()
+        if not self.processes.main or started - ended < 10 * seconds:
+            return
+        self.progress.status("writing the report")
+        # What goes wrong here is said at the end, where the page is written again.
+        try_report(Overview.from_run(self.rundir))
+        self._page = time.perf_counter(), time.perf_counter() - started

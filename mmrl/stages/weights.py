@@ -75,6 +75,7 @@ class WeightStage(Collector):
         count = self.config.algo.minibatches
         with self.log.sampling():
             batch = self.collect(step, self.credit)
+        self.log.progress.status("updating the weights")
         trained, minibatch = batch.trained, minibatches([example.id for example in batch.examples], count)
         credit = self.credit(trained, minibatch)
         metrics = forest_metrics(batch.forest, never_metrics(self.task), self.task.failed_metrics)
@@ -94,9 +95,11 @@ class WeightStage(Collector):
         """Evaluate when due and write the record of `step`, after its last optimizer step."""
         self.journal.wait()  # a step whose metrics are there has its journal
         metrics = self.log.record(update) | dict(self.engines[0].metrics())
-        if self.evaluations.due(step):
+        if evaluated := self.evaluations.due(step):
             metrics |= self.evaluations.metrics(step)
         self.log.write(step, metrics | self._endpoint_metrics())  # with what the evaluation has cost
+        if evaluated and step < self.config.train.steps:
+            self.log.draw_page()
 
     def sync(self, version: int) -> None:
         """Let the engine serve the weights after `version` steps, before anything is sampled.

@@ -5,7 +5,7 @@ Apart from `config`, whose import loads pydantic: `mmrl --help` lists choices an
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,22 @@ def row_keys(words: Iterable[str], config_dir: str | None = None) -> list[str]:
             keys += [group.removeprefix("override ").lstrip("/") for group in groups]
             keys += [key for key, _ in iter_leaves(content)]
     return keys
+
+
+def set_by(key: str, value: object, choices: Mapping[str, object]) -> str:
+    """Return the choice of a group whose file sets a key to a value, such as `algo=grpo`; empty where none does.
+
+    Args:
+        choices: group -> its choice in a run.
+    """
+    from mmrl.config.base import value_at
+
+    for group in reversed(GROUPS):
+        content = _content(group, str(choices.get(group)), [*user_dirs(), conf_dir()])
+        # Some files are of the whole config, others of their group.
+        if value is not None and value in (value_at(content, key), value_at({group: content}, key)):
+            return f"{group}={choices[group]}"
+    return ""
 
 
 def later_wins(words: Iterable[str]) -> list[str]:

@@ -62,14 +62,6 @@ class Stop:
             self._held = True
 
 
-def print_resume(error: BaseException, command: str, show: Callable[[str], None]) -> None:
-    """Print the command that continues a run that `error` ends; after SIGTERM `mmrl.cli` does, as the last line."""
-    if isinstance(error, Stopped):
-        error.resume = command
-    else:
-        show(f"stopped; continue with: {command}")
-
-
 @contextmanager
 def _dropped(handled: Callable[[sys.UnraisableHookArgs], bool]) -> Iterator[None]:
     """Print exceptions that Python drops inside (of a destructor) unless they are handled."""

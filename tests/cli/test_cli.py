@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+import yaml
 
 from mmrl.cli import main
 from mmrl.cli.arguments import ShowArguments
@@ -18,6 +19,7 @@ from mmrl.config.retriever import ServeIndexArguments, build_schema
 from mmrl.report.rundir import RunDir
 from mmrl.run.export import ExportArguments
 from mmrl.sets.command import SetKeys
+from mmrl.system.files import plain
 from tests.fuzz import command_lines
 from tests.helpers import TOP
 
@@ -131,3 +133,40 @@ def test_help_names_every_key_of_a_command_that_reads_its_own(output_of):
         shown = output_of(*command.split(), "--help")
         keys = set(section.model_fields) - {"run_dir", *(["name"] if command == "new-task" else [])}
         assert {key for key in keys if f"{key}=" not in shown} == set(), command
+
+
+@pytest.mark.parametrize(
+    ("words", "as_typed"),
+    [
+        (["help"], ["--help"]),
+        (["help", "train"], ["train", "--help"]),
+        (["index", "build", "help"], ["index", "build", "-h"]),
+    ],
+)
+def test_help_is_a_word_too(words, as_typed, capsys):
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert main(as_typed) == 0 and printed == capsys.readouterr().out and "Usage: mmrl" in printed
+
+
+def test_the_whole_config_is_printed_before_a_run(capsys):
+    assert main(["train", "algo=grpo", "--cfg", "full"]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert shown == plain(configured(["algo=grpo"]).model_dump(mode="json"))
+    assert shown["train"]["save_every"] and shown["algo"]["clip_high"] is not False
+    assert main(["eval", "policy=tiny", "--cfg", "full"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["split"] == "dev"
+
+
+def test_a_refused_setting_that_nobody_has_typed_names_what_has_set_it(random_model, errors_of, tmp_path):
+    words = [
+        "task=search_agent",
+        "model=hf",
+        f"model.path={random_model}",
+        "train.steps=1",
+        f"run.dir={tmp_path / 'run'}",
+    ]
+    said = errors_of("train", "algo=grpo", *words)
+    assert "train.warmup_steps: got 20, expected less than the run's 2 optimizer steps (set by algo=grpo;" in said
+    said = errors_of("train", "algo=grpo", "train.warmup_steps=20", *words)
+    assert "2 optimizer steps" in said and "set by" not in said

@@ -19,7 +19,7 @@ from mmrl.report.journal import write_step
 from mmrl.report.overview import Overview
 from mmrl.report.rundir import RunDir
 from mmrl.report.trees import input_lines
-from tests.helpers.runs import CONFIG, fake_run, forest
+from tests.helpers.runs import CONFIG, fake_run, forest, items
 
 PLAIN = None
 """No tokenizer: a completion is one piece."""
@@ -189,6 +189,16 @@ def test_chromium_shows_an_example_of_two_steps_side_by_side(tmp_path):
     # An address that names nothing shows the last step, and an example whose rollouts differ.
     nothing = shown("step=train-99&example=none")
     assert f"<h3>step {steps[-1]}</h3>" in nothing and "train-99 is not in this page" in nothing
+    # Items whose score has changed since the first evaluation, those that gained most first.
+    gains = {
+        one["id"]: one["metrics"]["em"] - old["metrics"]["em"] for one, old in zip(items(40), items(0), strict=True)
+    }
+    for change in (1, -1):
+        listed = shown(f"step=dev-40&change={change}")
+        expected = [name for name, gain in gains.items() if gain * change > 0]
+        assert f"{len(expected)} of {len(gains)} examples" in listed
+        assert all(f'<option value="{name}"' in listed for name in expected)
+    assert any(gain > 0 for gain in gains.values())
     # An item of an evaluation stands beside itself before training.
     left, _, right = shown("step=dev-40&example=item-3").partition('<div id="b-right"')
     assert "<h3>dev before training</h3>" in left and "<h3>dev after step 40</h3>" in right

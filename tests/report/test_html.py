@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from mmrl.models.load import ASSETS
 from mmrl.records import Call
-from mmrl.report.charts import LINES, evaluation_curve, lines_over_steps, reward_curve
+from mmrl.report.charts import LINES, SIZE, evaluation_curve, lines_over_steps, reward_curve
 from mmrl.report.console import finish, show_run
 from mmrl.report.html import report_run
 from mmrl.report.rundir import RunDir
@@ -68,11 +68,11 @@ def page(tmp_path_factory):
 def test_the_page_is_well_formed_and_loads_nothing(page):
     found = checked(page)
     assert not {"link", "iframe", "img", "object"} & set(found.tags)
-    # One script that runs, by its digest; the others hold data.
-    script = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
-    digest = base64.b64encode(hashlib.sha256(script[0].encode()).digest()).decode()
-    assert len(script) == 1 and f"script-src 'sha256-{digest}'\"" in page
-    assert found.tags.count("script") == 1 + page.count('<script type="application/x-mmrl"')
+    # Scripts that run, by their digests; the others hold data.
+    scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    assert len(scripts) == 2 and f"script-src 'sha256-{digests[0]}' 'sha256-{digests[1]}'\"" in page
+    assert found.tags.count("script") == 2 + page.count('<script type="application/x-mmrl"')
     assert not [name for name, _ in found.attributes if name.startswith("on")]
     links = [value for name, value in found.attributes if name in ("href", "src", "xlink:href")]
     assert all(link.startswith("#") for link in links)
@@ -91,6 +91,34 @@ def test_the_page_has_every_part(page):
     assert page.count("<svg") >= 8
     assert "prefers-color-scheme: dark" in page and 'name="viewport"' in page
     assert "svg{filter:invert(1)" in page  # drawings follow the theme
+
+
+def test_a_chart_has_its_values_for_the_pointer_and_says_what_is_a_mean(page):
+    charts = [json.loads(value) for name, value in checked(page).attributes if name == "data-hover"]
+    assert len(charts) == page.count("<figure>") >= 8
+    for chart in charts:
+        left, right, first, last = chart["axis"]
+        assert 0 < left < right <= 72 * SIZE[0] and first <= 1 and last >= 39
+    by_name = {line[0]: chart["lines"] for chart in charts for line in chart["lines"][:1]}
+    assert by_name["training reward"][0][2][6] == pytest.approx(metrics(7)["reward/mean"], rel=1e-3)
+    lengths = [line for chart in charts for line in chart["lines"] if line[0] == "rewriter" and line[2][0] > 20]
+    ((_, steps, values, means),) = lengths
+    told = {step: metrics(step)["module/rewriter/length"] for step in steps}
+    assert steps[6] == 7 and values[6] == pytest.approx(told[7], rel=1e-3)
+    assert means[6] == pytest.approx(fmean(told[step] for step in range(3, 8)), rel=1e-3)
+    assert "thick lines are means of the last 5 steps" in " ".join(page.split())
+
+
+def test_each_thing_has_one_chart(tmp_path):
+    """The sampler's estimate of the entropy, and the mean over modules, are drawn where nothing better is there."""
+    for entropy in (True, False):
+        with fake_run(tmp_path / f"run{entropy}", steps=0) as run:
+            for step in range(1, 9):
+                told = {"module/a/surprise": step / 9, "train/entropy": step / 7, "train/kl": step / 5}
+                run.append_metrics(step, told | ({"module/a/entropy": step / 8} if entropy else {}))
+        captions = re.findall("<figcaption>(.*?)</figcaption>", report_run(run.path).read_text())
+        found = [caption for caption in captions if "ntropy" in caption]
+        assert found == ["Entropy, nats per token" if entropy else "Entropy estimate, nats per token"]
 
 
 def test_names_cannot_inject_either(tmp_path):
@@ -149,7 +177,7 @@ def test_a_curve_of_few_steps_is_seen():
     for steps in (1, 3, 9):
         svg = reward_curve([{"step": step, "reward/mean": step / 9} for step in range(1, steps + 1)])
         assert bool(re.search(r'clip-path="url[^"]*">\s*<use ', svg)) == (steps == 1)
-        assert ("stroke-opacity: 0.35" in svg) == (steps == 9)
+        assert ("stroke-opacity: 0.5" in svg) == (steps == 9)
         # Steps are whole numbers, also where there is but one.
         labels = re.findall(r">([^<>\s]+)</text>", svg)
         assert all(label.isdigit() for label in labels[: labels.index("step")])
@@ -229,7 +257,7 @@ def test_a_failed_drawing_does_not_lose_the_summary(tmp_path, monkeypatch):
     def broken(_):
         raise RuntimeError("no fonts")
 
-    monkeypatch.setattr("mmrl.report.console.write_report", broken)
+    monkeypatch.setattr("mmrl.report.html.write_report", broken)
     run = fake_run(tmp_path / "run", steps=3)
     assert "report not written (RuntimeError: no fonts)" in finished(run)
     assert run.summary["steps"] == 3

@@ -139,6 +139,45 @@ def test_an_encoding_without_blocks_gets_ascii():
     assert drawn(progress, 80, "ascii").isascii()
 
 
+def test_a_resumed_run_shows_and_judges_by_the_steps_before():
+    history = [{"step": 0, **evaluation(0)}]
+    history += [{"step": step, "reward/mean": 0.9 if step < 10 else 0.1} for step in range(1, 13)]
+    history[4] |= evaluation(4)
+    whole, resumed = terminal(120), terminal(120)
+    with (
+        Progress(total=30, console=whole) as without,
+        Progress(total=30, console=resumed, first_step=12, history=history) as progress,
+    ):
+        for told in (without, progress):
+            told.step(13, {"reward/mean": 0.1})
+    assert "reward_collapse" not in written(whole)
+    assert "alarm reward_collapse from step 12 (reward/mean)" in written(resumed)
+    text = drawn(progress, 120)
+    assert "step 13/30" in text and "best 0.900" in text
+    assert re.search(r"dev em +0\.5\d\d .*from 0\.417  at step 4", text)
+
+
+def test_the_status_is_asked_for_at_each_refresh_and_has_its_time():
+    done = iter(range(9))
+    with Progress(total=2, console=terminal()) as progress:
+        progress.status(lambda: f"sampling: {next(done)} of 9")
+        assert "sampling: 1 of 9" in drawn(progress, 80)
+        assert re.search(r"sampling: [2-8] of 9", drawn(progress, 80))
+        progress.step(1, metrics(1))
+        assert "sampling" not in drawn(progress, 80)
+
+
+def test_codes_in_names_and_messages_drive_no_terminal():
+    console = pipe()
+    codes = "\x1b]0;title\x07\x1b[2J"
+    with Progress(total=3, title=f"run{codes}", main_metric=f"m{codes}", console=console) as progress:
+        progress.evaluation(0, "dev", {f"m{codes}": 0.5})
+        progress.step(1, {"reward/mean": 0.5, f"task/m{codes}": 0.5})
+        progress.note(f"{codes}\nnext line")
+    assert "\x1b" not in written(console) and "\x07" not in written(console)
+    assert r"m\x1b]0;title\x07\x1b[2J 0.500" in written(console) and "\nnext line\n" in written(console)
+
+
 def test_an_alarm_is_said_once():
     console = pipe()
     with Progress(total=50, console=console) as progress:

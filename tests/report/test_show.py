@@ -248,7 +248,7 @@ def test_an_evaluation_without_items_is_passed_over(tmp_path):
     with pytest.raises(CheckpointError, match="no journal of step 0; the run has no journals yet"):
         show_run(run.path, step=0)
     append_jsonl(run.eval_path(0, "test"), items(0, 2))
-    assert show_run(run.path, step=0).endswith(f"one item: mmrl show {run.path} step=0 example='d0'")
+    assert show_run(run.path, step=0).endswith(f"one item: mmrl show {run.path} step=0 example=d0")
     assert "d0" in show_run(run.path) and report_run(run.path).is_file()
 
 

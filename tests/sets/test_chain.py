@@ -230,7 +230,7 @@ def test_a_chain_that_is_terminated_between_two_runs_says_how_it_goes_on(tmp_pat
     with pytest.raises(SystemExit) as end:
         begin(staged("stages=[sft,mmgrpo]", *SMALL, f"run.dir={tmp_path / 'run'}"), ["mmrl"])
     assert isinstance(end.value.__cause__, Stopped)
-    assert end.value.__cause__.resume == f"mmrl train resume={tmp_path / 'run'}"
+    assert end.value.__cause__.__notes__ == [f"continue with: mmrl train resume={tmp_path / 'run'}"]
 
 
 @pytest.mark.usefixtures("here")

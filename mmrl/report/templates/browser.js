@@ -13,7 +13,7 @@
   const loaded = new Map();
   const MEMBERS = 40;  // lines of a group
   const [step, beside, module, search] = ["b-step", "b-beside", "b-module", "b-search"].map(byId);
-  const [low, high, failed, list] = ["b-low", "b-high", "b-failed", "b-list"].map(byId);
+  const [low, high, failed, change, list] = ["b-low", "b-high", "b-failed", "b-change", "b-list"].map(byId);
   const columns = [byId("b-left"), byId("b-right")];
 
   // A step is decompressed when it is looked at, once.
@@ -26,7 +26,18 @@
     return loaded.get(key);
   };
 
-  const passes = (example) => {
+  // Item -> what its score has gained: this evaluation against the one before training, that one against the last.
+  const changes = async () => {
+    const [before, ...after] = [...known.keys()].filter((key) => kind(key) === kind(step.value));
+    if (kind(step.value) === "train" || !after.length) return null;
+    const later = before === step.value ? after.at(-1) : step.value;
+    const scores = async (key) => new Map((await load(key)).examples.map((one) => [one.id, one.rewards[0]]));
+    const [old, now] = [await scores(before), await scores(later)];
+    return new Map([...now].map(([id, score]) => [id, old.has(id) ? score - old.get(id) : 0]));
+  };
+
+  const passes = (example, changed) => {
+    if (changed && change.value && !(changed.get(example.id) * Number(change.value) > 0)) return false;
     const from = low.value === "" ? -Infinity : Number(low.value);
     const to = high.value === "" ? Infinity : Number(high.value);
     const rewards = example.rewards.filter((reward) => reward !== null);
@@ -128,11 +139,12 @@
   const kind = (key) => key.replace(/-\d+$/, "");
   const first = (key) => [...known.keys()].find((one) => kind(one) === kind(key)) === key;
 
-  // What an address names after its # is shown, and scrolled to: step, example, beside.
+  // What an address names after its # is shown, and scrolled to: step, example, beside, change.
   const start = async () => {
     const place = new URLSearchParams(location.hash.slice(1));
     const named = blocks.has(place.get("step"));
     if (named) step.value = place.get("step");
+    if (["1", "-1"].includes(place.get("change"))) change.value = place.get("change");
     await chooseStep();
     if (named) byId("browser").scrollIntoView();
     else if (place.get("step")) byId("b-count").textContent += `; ${place.get("step")} is not in this page`;
@@ -146,7 +158,7 @@
 
   let chosen = false;  // by a reader: until then the address stays as it is
   const drawBoth = async () => {
-    const place = { step: step.value, example: list.value, beside: beside.value };
+    const place = { step: step.value, example: list.value, beside: beside.value, change: change.value };
     // The earlier one on the left.
     const keys = [...known.keys()].filter((key) => key === place.step || key === place.beside);
     columns[1].hidden = keys.length < 2;
@@ -160,9 +172,15 @@
   };
 
   const filter = async () => {
-    const { examples } = await load(step.value);
+    const key = step.value;
+    const { examples } = await load(key);
+    const changed = await changes();
+    if (key !== step.value) return;  // another one was chosen meanwhile
+    byId("b-since").hidden = !changed;
     const before = list.value;
-    const passing = examples.filter(passes);
+    const passing = examples.filter((example) => passes(example, changed));
+    const size = (example) => Math.abs(changed.get(example.id));
+    if (changed && change.value) passing.sort((one, other) => size(other) - size(one));
     byId("b-count").textContent = `${passing.length} of ${examples.length} examples`;
     list.replaceChildren(...passing.map((example) => option(example.id, summary(example))));
     // Where rollouts of one question differ, there is something to learn from.
@@ -193,12 +211,12 @@
   if (!blocks.size || typeof DecompressionStream === "undefined") return;
   step.append(...[...blocks].map(([key, one]) => option(key, one.dataset.label)));
   step.value = [...blocks.keys()].findLast((key) => kind(key) === "train") ?? [...blocks.keys()].at(-1);
-  for (const one of [step, list, beside]) one.addEventListener("change", () => { chosen = true; });
+  for (const one of [step, list, beside, change]) one.addEventListener("change", () => { chosen = true; });
   addEventListener("hashchange", start);
   step.addEventListener("change", chooseStep);
   list.addEventListener("change", chooseExample);
   beside.addEventListener("change", drawBoth);
-  for (const one of [module, failed]) one.addEventListener("change", filter);
+  for (const one of [module, failed, change]) one.addEventListener("change", filter);
   for (const one of [search, low, high]) one.addEventListener("input", filter);
   document.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || /INPUT|SELECT|TEXTAREA/.test(event.target.tagName)) return;

@@ -267,6 +267,14 @@ def _program(source: Any, modules: Sequence[str], name: str, key: Callable[[str]
         raise ConfigError(f"{key('modules')}: has no effect with {name}, which is no async function; leave it out")
     if _is_program(source):
         return source
+    # A module's class hides its arguments behind those of DSPy's metaclass.
+    call = (source.__init__, None) if inspect.isclass(source) else (source,)
+    takes = refusing_signature(*call) if callable(source) else f"no call (a {type(source).__name__})"
+    if takes is not None:
+        raise ConfigError(
+            f"{key('program')}: {name} takes {takes}; expected a dspy.Module, what makes one without arguments, or an "
+            "async function (example, ctx)"
+        )
     try:
         built = source()
     except Exception as error:  # whatever the user's own code raises

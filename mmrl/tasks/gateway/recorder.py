@@ -158,7 +158,8 @@ class Recorder:
         named = model.removeprefix(PREFIX) if model.startswith(PREFIX) else header
         if named is not None:
             if named not in modules:
-                raise Refused(404, f"model: got '{named[:100]}', expected one of {', '.join(modules)}", "model")
+                known = f"expected one of {', '.join(modules)}; task.modules=[A,B] names the agent's modules"
+                raise Refused(404, f"model: got '{named[:100]}', {known}", "model")
             return named
         system = "\n".join(message["content"] for message in messages if message["role"] == "system")
         for rule in self._config.rules:
