@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from mmrl import __version__
 from mmrl.cli.completion import SETTINGS, Commands
 from mmrl.cli.index import index_app
 from mmrl.errors import ConfigError, MmrlError
@@ -46,14 +45,16 @@ app = typer.Typer(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        print(f"mmrl {__version__}")
+        from mmrl.report.machine import versions_and_devices
+
+        print(versions_and_devices())
         raise typer.Exit
 
 
 @app.callback(options_metavar="COMMAND", subcommand_metavar="[KEY=VALUE ...]")
 def mmrl(
     version: Annotated[
-        bool, typer.Option("-V", "--version", callback=_version, is_eager=True, help="Version.")
+        bool, typer.Option("-V", "--version", callback=_version, is_eager=True, help="Versions and devices.")
     ] = False,
 ) -> None:
     """Train language-model programs by reinforcement learning.
@@ -422,12 +423,11 @@ def plan(context: typer.Context, as_json: JsonFlag = False) -> None:
 
 @app.command(**SETTINGS, options_metavar="[KEY=VALUE ...] [examples=N]")
 def doctor(context: typer.Context, as_json: JsonFlag = False) -> int:
-    """Say what is wrong with this machine, a model, or a run before it trains, with the setting to change.
+    """Say what is wrong with a model, or a run before it trains, with the setting to change.
 
-    Without keys: devices, memory, disk, versions, vLLM, hub, keys (named, never shown). With keys of model, engine and
-    hardware alone: how that model is computed, adapted and asked, and how exactly. With other keys of a run: plays a
-    few examples with its model, program and reward. Exit code 1 where nothing can be trained, or training would be
-    useless.
+    With keys of model, engine and hardware alone: how that model is computed, adapted and asked, and how exactly. With
+    others, or none: plays a few examples of that run with its model, program and reward. Exit code 1 where training
+    would be useless.
 
     \b
     Keys:
@@ -436,15 +436,10 @@ def doctor(context: typer.Context, as_json: JsonFlag = False) -> int:
 
     \b
     Examples:
-      mmrl doctor
       mmrl doctor model=hf model.path=FOLDER
       mmrl doctor task=hotpotqa algo=mhgpo_rr examples=4
       mmrl doctor task=dspy task.program=mine:Answerer task.metric=mine:metric --json
     """
-    if not context.args:
-        from mmrl.run.doctor import check_machine
-
-        return check_machine(as_json=as_json)
     from mmrl.cli import configs, overrides
 
     line = overrides.read_line(context.args, command_keys=("from", "examples"), single="mmrl doctor")

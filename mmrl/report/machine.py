@@ -17,6 +17,8 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from mmrl import __version__
+from mmrl.report.text import align
 from mmrl.system.files import JsonObject
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TOKENIZERS_PARALLELISM")
@@ -34,7 +36,7 @@ def describe_environment(command: Sequence[str]) -> JsonObject:
         "machine": platform.machine(),
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
-        "cores_usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores_usable": usable_cores(),
         "threads": {name: os.environ[name] for name in THREAD_VARIABLES if name in os.environ}
         | ({"torch": torch.get_num_threads()} if torch is not None and hasattr(torch, "get_num_threads") else {}),
         "versions": versions(),
@@ -90,19 +92,26 @@ def _version(package: str) -> str | None:
         return None
 
 
-def unmet() -> list[str]:
-    """Return requirements of mmrl that this interpreter does not meet, one sentence each; imports none of them."""
-    problems = []
-    for requirement in _requirements():
-        # An empty `extra`: the requirements of mmrl itself.
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue
-        version = _version(requirement.name)
-        if version is None:
-            problems.append(f"{requirement.name}: is not installed; mmrl needs {requirement}")
-        elif not requirement.specifier.contains(version, prereleases=True):
-            problems.append(f"{requirement.name}: got {version}, mmrl needs {requirement}")
-    return problems
+def versions_and_devices() -> str:
+    """Return what `mmrl --version` prints: versions of mmrl, Python and the packages that it uses, and the devices."""
+    rows = [("python", platform.python_version()), *(pair for pair in versions().items() if pair[0] != "mmrl")]
+    try:
+        import torch
+
+        rows.append(("CUDA of torch", torch.version.cuda or "none: a build for CPUs"))
+        for number in range(torch.cuda.device_count()):
+            gpu = torch.cuda.get_device_properties(number)
+            rows.append((f"GPU {number}", f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB"))
+    # A broken installation may raise anything on import, and this is where people look first.
+    except Exception as error:
+        rows.append(("torch cannot be used", f"{type(error).__name__}: {error}"))
+    rows.append(("CPU", f"{cpu_name()}, {usable_cores()} usable cores"))
+    return f"mmrl {__version__}\n{align(rows)}"
+
+
+def usable_cores() -> int | None:
+    """Return the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def cpu_name() -> str:

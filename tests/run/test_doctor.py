@@ -207,24 +207,3 @@ def test_runs_on_gpus_are_looked_at_and_others_where_it_is_asked_for(tmp_path):
     assert wanted == [False, True, False, True, True, False]
     made.write_text("{}")
     assert not needed("cuda", True), "a start that was killed has looked already"
-
-
-def test_the_machine_is_described_and_no_key_is_shown(monkeypatch, output_of):
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-never-shown-0123456789")
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    out = output_of("doctor", "--json")
-    facts = json.loads(out)["facts"]
-    assert "sk-never" not in out
-    assert (facts["OPENAI_API_KEY"], facts["HF_TOKEN"]) == ("set", "not set")
-    assert facts["hub"] == "switched off by HF_HUB_OFFLINE"
-    assert {"python", "memory", "outputs", "cache", "torch version", "vLLM", "driver", "C compiler"} <= set(facts)
-
-
-def test_a_missing_requirement_and_a_folder_that_cannot_be_written_are_broken(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr("mmrl.report.machine.metadata.requires", lambda name: ["torch>=99", "no-such-thing>=1"])
-    monkeypatch.setattr("mmrl.run.doctor.os.access", lambda path, mode: False)
-    assert main(["doctor"]) == 1
-    out = capsys.readouterr().out
-    assert "broken: no-such-thing: is not installed" in out and "mmrl needs torch>=99" in out
-    assert "set run.dir to a folder that can" in out and "set MMRL_CACHE" in out
-    assert out.endswith("nothing can be trained here\n")
