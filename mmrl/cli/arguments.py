@@ -94,7 +94,7 @@ class CreditArguments(Section):
 
     rollouts: str | None = Field(None, min_length=1, description="a forest file, or one step of a run's journal")
     run: str | None = Field(None, min_length=1, description="a training run, in place of a file")
-    step: int | None = Field(None, ge=0, description="of the run; null: all of them")
+    step: int | None = Field(None, ge=0, description="of the run")
     # The names become overrides, where a quote or a bracket would be Hydra's grammar.
     algo: tuple[Annotated[str, Field(pattern=r"^[\w./-]+$")], ...] = Field((), description="null: the run's own")
     seed: int | None = Field(None, ge=0, le=LARGEST_SEED, description="of the algorithm's own choices; null: the run's")
@@ -102,13 +102,14 @@ class CreditArguments(Section):
 
     idle: ClassVar = [
         Idle("step", "run=null", "without run=RUN_DIR; a file has one step"),
-        Idle("page", "run!=null step=null", "without step=N; a page has one step of a run"),
     ]
 
     @model_validator(mode="after")
     def _source(self) -> Self:
         if (self.rollouts is None) == (self.run is None):
             raise ValueError("rollouts: expected a file (rollouts=FILE) or a run (run=RUN_DIR), and not both")
+        if self.run is not None and self.step is None:
+            raise ValueError("step: missing, expected a step of the run (step=N)")
         if self.run is None and not self.algo:
             raise ValueError("algo: missing, expected one or more algorithms (algo=A or algo=A,B)")
         if self.page is not None and not self.page.endswith((".html", ".svg")):

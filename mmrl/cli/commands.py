@@ -294,14 +294,13 @@ def _set_request(context: typer.Context, keys: Sequence[str]) -> tuple[SetReques
 def credit(context: typer.Context, as_json: JsonFlag = False) -> int:
     """Print rewards, groups, advantages and weights of recorded rollouts; no task, no model, no torch.
 
-    Of a run's step: what it was trained on, with all settings of the run, compared with its journal. Without a step:
-    whether each step's credit is what it was trained on, and how like it that of other algorithms is.
+    Of a run's step: what it was trained on, with all settings of the run, compared with its journal.
 
     \b
     Keys:
       rollouts=FILE   a forest file, or one step of a run's journal
       run=RUN_DIR     a training run, in place of a file
-      step=N          a step of that run; all of them
+      step=N          a step of that run
       algo=A,B        algorithms, side by side; a run's own keeps the run's settings, and is the one if left out
       algo.*          settings of the algorithms: algo.group_size=4
       page=FILE       also a page (.html), or its picture alone (.svg): calls against algorithms
@@ -314,7 +313,6 @@ def credit(context: typer.Context, as_json: JsonFlag = False) -> int:
       mmrl credit algo=grpo,dr_mas,gigpo,ccpo rollouts=forest.json page=credit.html
       mmrl credit run=outputs/hotpotqa/mhgpo_rr/RUN step=40
       mmrl credit run=outputs/hotpotqa/mhgpo_rr/RUN step=40 algo=mhgpo_rr,grpo --json
-      mmrl credit run=outputs/hotpotqa/mhgpo_rr/RUN algo=mhgpo_fof,grpo
     """
     from mmrl.cli.hydra import credit_request
     from mmrl.run.credit import credit_command

@@ -1,8 +1,7 @@
 """`mmrl credit`: every call of recorded rollouts with its credit under one or several algorithms.
 
 Above `credit` because it runs algorithms; no task, no model, no torch. A step of a run is credited as it was trained:
-with the run's config, its frozen modules, and the examples and mini-batches of that step; without a step, every one is
-compared with its journal, and with what other algorithms would have given.
+with the run's config, its frozen modules, and the examples and mini-batches of that step.
 """
 
 from __future__ import annotations
@@ -11,8 +10,7 @@ import json
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from math import sqrt
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from mmrl.algorithms import assign_credit, minibatches
@@ -42,7 +40,7 @@ class CreditRequest:
     run: TrainCommandConfig | None = None
     """The config of the run, whose folder is its `run.dir`."""
     step: int | None = None
-    """None: all steps of the run."""
+    """Of the run."""
     user_keys: Sequence[str] = ()
     page: Path | None = None
     """A file for a page (`.html`) or a picture (`.svg`) of the credit."""
@@ -72,8 +70,6 @@ class Source:
 
 def credit_command(request: CreditRequest, as_json: bool) -> int:
     """Print the credit of each algorithm; 1 where it is to be what a journal has and is not."""
-    if request.run is not None and request.step is None:
-        return _credit_steps(request, as_json)
     source = Source(load_rollouts(request.rollouts)) if request.rollouts is not None else recorded_step(request)
     credits = credit_all(request.algos, source, request.seed, request.user_keys)
     if as_json:
@@ -280,132 +276,3 @@ def _per_token(values: Sequence[float]) -> str:
     if len(texts) > 1 and len(set(texts)) == 1:
         return f"{texts[0]} x{len(texts)}"
     return " ".join(texts) or "-"
-
-
-# --- all steps of a run
-
-
-Push = dict[str, list[float]]
-"""Call -> per token, advantage × weight over all its entries: what multiplies the gradient of its log-probability."""
-
-
-@dataclass(frozen=True, slots=True)
-class Likeness:
-    """Comparison of another algorithm's credit of a step with what was trained; shares are of calls that both push."""
-
-    algo: str
-    pushed: int
-    """Calls with some weight times advantage that is not 0."""
-    both: int
-    """Calls that the trained credit pushes too."""
-    same: float | None
-    """Share that both push in the same direction, up or down; None: there is no call that both push."""
-    cosine: float | None
-    """Cosine of the vectors of all tokens' pushes; None: one of them is 0."""
-
-
-@dataclass(frozen=True, slots=True)
-class CreditedStep:
-    """Recomputed credit of a run's step."""
-
-    step: int
-    entries: int
-    pushed: int
-    """Calls that were trained with something other than 0."""
-    problem: str
-    """Difference to what was trained on; empty where it is equal, to the bit."""
-    others: tuple[Likeness, ...] = ()
-
-
-def _credit_steps(request: CreditRequest, as_json: bool) -> int:
-    """Print every step's comparison with its journal, and with other algorithms; 1 where a step is not as trained."""
-    assert request.run is not None
-    numbers = RunDir.read(request.folder).journal_steps()
-    if not numbers:
-        raise ConfigError(f"step: {request.folder} has a journal of no step yet")
-    trained = request.run.algo
-    compared = [algo for algo in request.algos if algo != trained]
-    steps = [_credited(replace(request, step=number), trained, compared) for number in numbers]
-    print(json.dumps([asdict(step) for step in steps], indent=1) if as_json else _steps_text(request, steps))
-    differing = [step for step in steps if step.problem]
-    for step in differing[:3]:
-        print(f"error: {request.folder}: step {step.step}: {step.problem}", file=sys.stderr)
-    return 1 if differing else 0
-
-
-def _credited(request: CreditRequest, trained: AlgoConfig, compared: Sequence[AlgoConfig]) -> CreditedStep:
-    assert request.run is not None and request.step is not None
-    source = recorded_step(request)
-    (trained_credit,) = credit_all([trained], source, request.run.seed)
-    pushes = _pushed(trained_credit)
-    credits = credit_all(compared, source, request.seed, request.user_keys)
-    return CreditedStep(
-        step=request.step,
-        entries=len(trained_credit.entries),
-        pushed=len(pushes),
-        problem=unlike_journal(trained_credit, source.entries),
-        others=tuple(_likeness(credit, pushes) for credit in credits),
-    )
-
-
-def pushes_of(credit: Credit) -> Push:
-    """Return the pushes of all calls with an entry."""
-    pushes: Push = {}
-    for entry in credit.entries:
-        tokens = [a * w for a, w in zip(entry.advantages, entry.weights, strict=True)]
-        before = pushes.get(entry.call)
-        pushes[entry.call] = tokens if before is None else [a + b for a, b in zip(before, tokens, strict=True)]
-    return pushes
-
-
-def _pushed(credit: Credit) -> Push:
-    return {call: tokens for call, tokens in pushes_of(credit).items() if any(tokens)}
-
-
-def _likeness(credit: Credit, trained: Push) -> Likeness:
-    pushes = _pushed(credit)
-    both = [call for call in pushes if call in trained]
-    same = [sum(pushes[call]) * sum(trained[call]) > 0 for call in both]
-    # An algorithm may leave out tokens of a call; those count 0.
-    product = sum(a * b for call in both for a, b in zip(pushes[call], trained[call], strict=False))
-    lengths = _length(pushes) * _length(trained)
-    return Likeness(
-        algo=credit.algo,
-        pushed=len(pushes),
-        both=len(both),
-        same=sum(same) / len(same) if same else None,
-        cosine=product / lengths if lengths else None,
-    )
-
-
-def _length(pushes: Push) -> float:
-    return sqrt(sum(a * a for tokens in pushes.values() for a in tokens))
-
-
-def _steps_text(request: CreditRequest, steps: Sequence[CreditedStep]) -> str:
-    assert request.run is not None
-    titles, head = ["", "", "", ""], ["step", "entries", "calls", "as trained"]
-    for other in steps[0].others:
-        titles += [other.algo, "", "", ""]
-        head += ["calls", "both", "same way", "cosine"]
-    rows = [titles, head] if steps[0].others else [head]
-    for step in steps:
-        cells = [str(step.step), str(step.entries), str(step.pushed), "NO" if step.problem else "yes"]
-        for other in step.others:
-            cells += [str(other.pushed), str(other.both), _share(other.same), _share(other.cosine)]
-        rows.append(cells)
-    equal = sum(not step.problem for step in steps)
-    width = shutil.get_terminal_size((0, 0)).columns or None
-    facts = [request.folder, request.run.algo.name, f"seed {request.run.seed}"]
-    lines = [filled(" · ".join(facts), width), "", align(rows), ""]
-    lines.append(f"{equal} of {len(steps)} steps: the credit derived again equals what was trained on, to the bit")
-    if steps[0].others:
-        lines.append(
-            "calls: with credit other than 0; both: of these, those that training credited too; same way: their "
-            "share pushed up or down alike; cosine: of advantage x weight over all tokens"
-        )
-    return "\n".join(lines)
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"

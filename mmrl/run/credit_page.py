@@ -17,7 +17,6 @@ from mmrl.records import Forest
 from mmrl.report.charts import INK, drawing, standalone
 from mmrl.report.html import rendered
 from mmrl.report.trees import depth_first
-from mmrl.run.credit import pushes_of
 from mmrl.system.files import atomic_write
 
 UP, DOWN = "#168c48", "#cd3228"
@@ -76,3 +75,13 @@ def _shares(credit: Credit) -> Mapping[str, tuple[float, float]]:
     for entry in credit.entries:
         advantages[entry.call] += entry.advantages
     return {call: (push / largest, fmean(advantages[call] or [0.0])) for call, push in pushes.items()}
+
+
+def pushes_of(credit: Credit) -> dict[str, list[float]]:
+    """Return call -> per token, advantage × weight over all its entries: what a gradient is multiplied by."""
+    pushes: dict[str, list[float]] = {}
+    for entry in credit.entries:
+        tokens = [a * w for a, w in zip(entry.advantages, entry.weights, strict=True)]
+        before = pushes.get(entry.call)
+        pushes[entry.call] = tokens if before is None else [a + b for a, b in zip(before, tokens, strict=True)]
+    return pushes
