@@ -34,7 +34,7 @@ from mmrl.config import (
 )
 from mmrl.config.other_stages import PROMPT_SCHEMAS, SftConfig
 from mmrl.config.tasks import BUILT_IN
-from mmrl.config.validate import _sections_of
+from mmrl.config.validate import sections_of
 from mmrl.tasks import TASKS
 from tests.fuzz.data import RECORDS
 from tests.helpers.programs import saved
@@ -88,7 +88,7 @@ EFFECTS: dict[tuple[str, str], Effect] = {}
 def leaves_of(schema: type[BaseModel]) -> Iterator[str]:
     """Paths of everything that can be set in a section; sections below are walked through."""
     for key, field in schema.model_fields.items():
-        below = next(_sections_of(field.annotation), None)
+        below = next(sections_of(field.annotation), None)
         if key == "retriever":
             yield from (f"retriever.{shared}" for shared in SHARED)
         elif key in CHOSEN and below is not None:
