@@ -131,8 +131,8 @@ class CorpusConfig(TaskConfig):
 class SampleConfig(TaskConfig):
     """Settings of tasks whose paper used a sample of the rows."""
 
-    # The papers draw rows of the official files; which ones is part of their numbers.
-    sample: Literal["paper", "all"] = Field("paper", description="of data files, the rows that the paper used, or all")
+    # The papers draw rows of the official files; which ones is part of their numbers. A file of one's own is used whole.
+    sample: Literal["all", "paper"] = Field("all", description="of data files, all rows, or those that the paper used")
 
 
 _JUDGE = "endpoint of the reward sets judge_outcome and judge_turn, and of papillon's judges"

@@ -49,7 +49,7 @@ CASES = [
     ("algo.clip_high=0.3", [RR, "train.old_logprobs=recompute"], "whose ratio is 1", ["train.old_logprobs=sampler"]),
     ("train.schedule=constant_with_warmup", [], "set train.warmup_steps", ["train.warmup_steps=2"]),
     ("task.dataset=nq", [AGENT, "algo=grpo"], "on the mini world", ["task=r1_searcher"]),
-    ("task.sample=all", ["task=hover", "algo=mmgrpo"], "on the mini world", None),
+    ("task.sample=paper", ["task=hover", "algo=mmgrpo"], "on the mini world", None),
     ("task.claim_hops=4", ["task=hover", "algo=mmgrpo"], "whose claims have 3 hops", None),
     ("algo.filler=max", ["algo=mmgrpo"], "at most once", ["task=hover"]),
     ("algo.fill_source=group", ["algo=mmgrpo"], "at most once", ["task=hover"]),

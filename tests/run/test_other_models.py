@@ -61,7 +61,7 @@ def test_an_absent_split_is_refused_by_name_where_it_is_needed(tmp_path):
 def test_some_items_of_a_file_are_drawn_the_same_ones_in_every_run(tmp_path):
     rows = [{"text": f"query {n} about {label}", "label": label} for label in "abc" for n in range(20)]
     path = saved(tmp_path / "data.jsonl", rows)
-    words = ("policy=tiny", "task=banking77", f"task.data.dev={path}", "task.sample=all")
+    words = ("policy=tiny", "task=banking77", f"task.data.dev={path}")
 
     def drawn(*more):
         config = evaluation(*words, *more)

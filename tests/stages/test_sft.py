@@ -57,7 +57,7 @@ def test_a_mini_world_task_and_labelled_rows_make_demonstrations(tmp_path):
     assert first[1].module == "classify.predict" and "[[ ## label ## ]]" in first[1].completion
     rows = tmp_path / "rows.csv"
     rows.write_text("text,category\nwhere is my card,card_arrival\nis it open,hours\n", encoding="utf-8")
-    labelled = make_dspy("banking77", data={"train": str(rows)}, sample="all")
+    labelled = make_dspy("banking77", data={"train": str(rows)})
     completions = [demonstration.completion for _, demonstration in read_examples(config_of(), labelled)]
     assert completions[0].split("\n")[4] == "card_arrival" and "hours" in completions[1]
 

@@ -62,28 +62,28 @@ def test_exact_match_and_labels_outside_the_set(label, error, reward):
 def test_the_papers_sample_of_files_is_the_same_for_every_seed(tmp_path):
     train = saved(tmp_path / "train.csv", rows(600))
     dev = saved(tmp_path / "test.csv", rows(800, start=600))
-    tasks = [make("banking77", seed, data={"train": train, "dev": dev}) for seed in (0, 1)]
+    tasks = [make("banking77", seed, data={"train": train, "dev": dev}, sample="paper") for seed in (0, 1)]
     for task in tasks:
         assert [len(task.examples(split)) for split in ("train", "dev", "test")] == [250, 500, 0]
         assert task.describe()["sample"] == "the paper's, drawn with seed 0"
     assert [e.id for e in tasks[0].examples("train")] == [e.id for e in tasks[1].examples("train")]
-    whole = make("banking77", data={"train": train, "dev": dev, "dev_items": 20}, sample="all")
+    whole = make("banking77", data={"train": train, "dev": dev, "dev_items": 20})
     assert [len(whole.examples(split)) for split in ("train", "dev")] == [600, 20]
     assert "sample" not in whole.describe()
 
 
 def test_one_file_for_train_and_dev_is_shared_out(tmp_path):
     path = saved(tmp_path / "all.csv", rows(800))
-    task = make("banking77", data={"train": path, "dev": path})
+    task = make("banking77", data={"train": path, "dev": path}, sample="paper")
     train, dev = ({e.inputs["text"] for e in task.examples(split)} for split in ("train", "dev"))
     assert (len(train), len(dev)) == (250, 500) and not train & dev
-    alone = make("banking77", data={"dev": path})
+    alone = make("banking77", data={"dev": path}, sample="paper")
     assert {e.inputs["text"] for e in alone.examples("dev")} == dev, "the same items when only dev is asked for"
-    told = problems("banking77", data={"train": path, "dev": path}, sample="all")
+    told = problems("banking77", data={"train": path, "dev": path})
     assert "train and dev are all of" in told and "task.sample=paper" in told
     assert "train and test are all of" in problems("banking77", data={"train": path, "test": path})
     few = saved(tmp_path / "few.csv", rows(20))
-    assert "has 20 rows" in problems("banking77", data={"dev": few})
+    assert "has 20 rows" in problems("banking77", data={"dev": few}, sample="paper")
 
 
 def test_columns_of_the_hubs_copy(tmp_path):
@@ -128,7 +128,7 @@ def test_labels_that_the_label_set_lacks_are_refused(tmp_path):
     train = saved(tmp_path / "train.csv", rows(4))
     dev = saved(tmp_path / "dev.csv", rows(4, labels=("a", "c")))
     assert "task.data.dev: 1 labels are not among the 2 of task.data.train: 'c'" in problems(
-        "banking77", data={"train": train, "dev": dev}, sample="all"
+        "banking77", data={"train": train, "dev": dev}
     )
     labels = saved(tmp_path / "labels.json", ["a"])
     assert "not among the 1 of task.labels: 'b'" in problems("banking77", data={"train": train}, labels=labels)
@@ -164,10 +164,10 @@ def test_real_files(data_dir):
     if not folder.is_dir():
         pytest.skip(f"no banking77 in {data_dir}")
     data = {"train": str(folder / "train.csv"), "dev": str(folder / "test.csv")}
-    task = make("banking77", data=data, labels=str(folder / "categories.json"))
+    task = make("banking77", data=data, labels=str(folder / "categories.json"), sample="paper")
     assert task.describe()["labels"] == 77
     assert [len(task.examples(split)) for split in ("train", "dev")] == [250, 500]
-    derived = make("banking77", data=data)
+    derived = make("banking77", data=data, sample="paper")
     assert derived.describe()["labels"] == 77
     gold = {e.inputs["text"]: e.metadata["label"] for e in derived.examples("dev")}
 

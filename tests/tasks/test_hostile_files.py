@@ -22,7 +22,7 @@ def test_the_same_of_other_files(tmp_path, option):
 
 def test_a_file_of_which_nothing_is_left_says_why(tmp_path):
     rows = [{"user_query": "q", "target_response": " ", "pii_units": ""}]
-    config = default_config("papillon", data={"dev": saved(tmp_path / "data.json", rows)}, sample="all")
+    config = default_config("papillon", data={"dev": saved(tmp_path / "data.json", rows)})
     with pytest.raises(ConfigError, match="target_response is empty in every row"):
         TASKS["papillon"](config, 0)
 

@@ -180,15 +180,15 @@ def test_recall_and_the_strict_score():
 def test_the_papers_sample(tmp_path, corpus):
     rows = [claim(n, question=f"q{n // 2}", hops=3 if n % 4 < 2 else 2) for n in range(4000)]
     path = saved(tmp_path / "hover.json", rows)
-    task = make("hover", data={"train": path, "dev": path}, corpus=corpus)
+    task = make("hover", data={"train": path, "dev": path}, corpus=corpus, sample="paper")
     expected = [f"u{n}" for n in range(0, 4000, 4)]  # three hops, the first claim of each question
     random.Random(0).shuffle(expected)
     assert [e.id for e in task.examples("train")] == expected[:500]
     assert [e.id for e in task.examples("dev")] == expected[500:1000]
     assert task.describe()["sample"] == "3-hop claims, one per question, shuffled with seed 0"
-    every = make("hover", data={"dev": path}, corpus=corpus, claim_hops=None)
+    every = make("hover", data={"dev": path}, corpus=corpus, claim_hops=None, sample="paper")
     assert len(every.examples("dev")) == 500
-    assert len(make("hover", data={"dev": path}, corpus=corpus, sample="all").examples("dev")) == 2000
+    assert len(make("hover", data={"dev": path}, corpus=corpus).examples("dev")) == 2000
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_real_files(data_dir):
     if not folder.is_dir():
         pytest.skip(f"no hover in {data_dir}")
     path = str(folder / "hover_dev_release_v1.1.json")
-    task = make("hover", data={"train": path, "dev": path}, corpus="mini")
+    task = make("hover", data={"train": path, "dev": path}, corpus="mini", sample="paper")
     assert [len(task.examples(split)) for split in ("train", "dev")] == [500, 272]
     assert not {e.id for e in task.examples("train")} & {e.id for e in task.examples("dev")}
     assert all(e.metadata["hops"] == 3 for e in task.examples("dev"))

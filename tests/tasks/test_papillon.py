@@ -228,7 +228,7 @@ def test_endpoints_without_keys_are_all_told_before_anything_runs(monkeypatch):
 
 def test_the_papers_rows_in_file_order(tmp_path, caplog):
     path = saved(tmp_path / "pupa.csv", rows(664))
-    task = make("papillon", data={"train": path, "dev": path, "test": path})
+    task = make("papillon", data={"train": path, "dev": path, "test": path}, sample="paper")
     ids = {split: [e.id for e in task.examples(split)] for split in ("train", "dev", "test")}
     assert [len(ids[split]) for split in ids] == [111, 221, 221]
     assert (ids["train"][0], ids["train"][-1]) == ("row-0", "row-110")
@@ -237,9 +237,9 @@ def test_the_papers_rows_in_file_order(tmp_path, caplog):
     assert task.examples("train")[0].inputs == {"user_query": "query 0"}
     assert task.describe()["sample"] == "train rows 0 to 110, dev rows 222 to 442, test rows 443 to 663"
     short = saved(tmp_path / "short.csv", rows(300))
-    assert len(make("papillon", data={"dev": short}).examples("dev")) == 78
+    assert len(make("papillon", data={"dev": short}, sample="paper").examples("dev")) == 78
     assert "has 300 rows, the paper's dev sample is numbers 222 to 442" in caplog.text
-    whole = make("papillon", data={"dev": short}, sample="all")
+    whole = make("papillon", data={"dev": short})
     assert len(whole.examples("dev")) == 300 and "sample" not in whole.describe()
 
 
@@ -247,15 +247,15 @@ def test_rows_without_target_are_left_out_and_counted_and_bad_ones_refused(tmp_p
     content = rows(3)
     content[1]["target_response"] = ""
     content[2]["pii_units"] = ""
-    task = make("papillon", data={"dev": saved(tmp_path / "a.csv", content)}, sample="all")
+    task = make("papillon", data={"dev": saved(tmp_path / "a.csv", content)})
     assert [e.id for e in task.examples("dev")] == ["row-0", "row-2"]
     assert task.describe()["rows without a target, left out"] == 1
     assert task.examples("dev")[1].metadata["units"] == []
     content[0]["user_query"] = " "
-    told = problems("papillon", data={"dev": saved(tmp_path / "b.csv", content)}, sample="all")
+    told = problems("papillon", data={"dev": saved(tmp_path / "b.csv", content)})
     assert "line 2: user_query: is empty" in told
     lacking = saved(tmp_path / "c.csv", [{"user_query": "q", "target_response": "t"}])
-    assert "pii_units: Field required" in problems("papillon", data={"dev": lacking}, sample="all")
+    assert "pii_units: Field required" in problems("papillon", data={"dev": lacking})
 
 
 def test_real_files(data_dir):
@@ -263,9 +263,9 @@ def test_real_files(data_dir):
     if not folder.is_dir():
         pytest.skip(f"no pupa in {data_dir}")
     path = str(folder / "PUPA_New.csv")
-    task = make("papillon", data={"train": path, "dev": path})
+    task = make("papillon", data={"train": path, "dev": path}, sample="paper")
     assert [len(task.examples(split)) for split in ("train", "dev")] == [111, 221]
     forest = play(task, replying("y", "x"), task.examples("dev")[:20])
     assert all(rollout.error is None and 0 <= rollout.reward <= 1 for rollout in forest.rollouts)
-    other = make("papillon", data={"dev": str(folder / "PUPA_TNB.csv")}, sample="all")
+    other = make("papillon", data={"dev": str(folder / "PUPA_TNB.csv")})
     assert len(other.examples("dev")) == 236 and other.describe()["rows without a target, left out"] == 1

@@ -91,7 +91,7 @@ def _files(name: str, folder: Path) -> Options:
     made: Options = {f"data.{split}": file_of(name, folder, start) for split, start in SPLITS.items()}
     if isinstance(default_config(name), OpenQaConfig):
         made["dataset"] = "hotpotqa"
-    return made | ({"sample": "all"} if name in ("banking77", "papillon", "hover") else {})
+    return made
 
 
 SPLITS = {"train": 0, "dev": 100, "test": 200}
@@ -402,7 +402,7 @@ def offered(name: str, options: Options, folder: Path) -> object:
     return reward_set(task, task.config.reward)
 
 
-acts("task.banking77;task.papillon;task.hover", "sample", drawn, "paper", "all")
+acts("task.banking77;task.papillon;task.hover", "sample", drawn, "all", "paper")
 acts("task.banking77", "labels", classes, None, "MINE")
 acts("task.banking77", "prompt_layout", classes, "dspy", "shared_first")
 acts("task.papillon;task.hover;task.dspy", "prompt_layout", system_message, "dspy", "shared_first")
