@@ -26,7 +26,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-STOP_S = 30.0
+STOP_S = 10.0
 """Longest wait for cancelled work to end."""
 EXIT_S = 5.0
 """Time in which what still runs on a loop may clean up when the process ends."""

@@ -43,6 +43,9 @@ LOOK_S, BLOCKED_LOOKS = 0.25, 4
 
 log = logging.getLogger("mmrl.agents")
 
+_IDLE = asyncio.BaseEventLoop._run_once.__code__  # type: ignore[attr-defined]
+"""What calls the selector in which a loop waits."""
+
 _OWN = Path(__file__).parents[1]
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _SLOTS = threading.BoundedSemaphore(MOST_AT_ONCE)
@@ -95,17 +98,18 @@ async def on_agent_loop(result: Awaitable[T]) -> T:
         except (KeyboardInterrupt, SystemExit, GeneratorExit) as error:  # as in `in_thread`
             raise ProgramFailure(f"{type(error).__name__}: {error}") from None
 
-    job, places = Job(begun(), agent_loop()), list[object]()
+    job, places = Job(begun(), agent_loop()), list[tuple[int, int]]()
     ended = asyncio.wrap_future(job.ended)
     try:
         while not_begun:
-            frame = sys._current_frames().get(thread_of(agent_loop()))
-            place = frame and (id(frame), frame.f_lasti)
-            # Busy code (imports, a large prompt) is somewhere else at each look.
-            if places.count(place) == BLOCKED_LOOKS and (mine := not_begun.pop("result", None)) is not None:
+            frame = sys._current_frames()[thread_of(agent_loop())]
+            # Busy code (imports, a large prompt) is somewhere else at each look; an idle loop was not woken yet.
+            if frame.f_back is not None and frame.f_back.f_code is not _IDLE:
+                places.append((id(frame), frame.f_lasti))
+            blocked = bool(places) and places.count(places[-1]) > BLOCKED_LOOKS
+            if blocked and (mine := not_begun.pop("result", None)) is not None:
                 _say_blocked(user_location(frame))
                 return await _in_own_loop(mine)
-            places.append(place)
             await asyncio.wait([ended], timeout=LOOK_S)
         return await job.awaited(patience_s=0)
     finally:
