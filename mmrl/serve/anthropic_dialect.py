@@ -145,9 +145,9 @@ def _contents(answer: Answer) -> list[tuple[dict[str, Any], dict[str, Any], dict
         blocks.append(({"type": "text", "text": ""}, text, {"type": "text_delta", **text}))
     for call in answer.tool_calls:
         arguments = call["function"]["arguments"]
-        read = json.loads(arguments)
         empty = {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": {}}
-        filled = {"input": read if isinstance(read, dict) else {}}
+        # As the model wrote them, also where they are no object: an empty one would be other arguments.
+        filled = {"input": json.loads(arguments)}
         blocks.append((empty, filled, {"type": "input_json_delta", "partial_json": arguments}))
     return blocks
 

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from mmrl.config.base import Temperature
 from mmrl.records import EMPTY
+from mmrl.serve.json_schema import check_schema
 
 LARGEST_REQUEST = 4 * 2**20
 """Bytes of a request's body."""
@@ -193,18 +194,25 @@ def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
     return {"id": call.get("id", ""), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
+def _of_schema(form: dict[str, Any]) -> dict[str, Any]:
+    schema = form.get("schema") or {}
+    if not isinstance(schema, dict):
+        raise ValueError("expected a JSON schema that is an object")
+    check_schema(schema)
+    return form
+
+
 class ResponseFormat(_Body):
     """`response_format`: a reply that is no such JSON counts as one that does not parse."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: dict[str, Any] = {}
+    json_schema: Annotated[dict[str, Any], AfterValidator(_of_schema)] = {}
 
     @property
-    def required(self) -> Sequence[str]:
-        """Fields that the object must have."""
-        schema = self.json_schema.get("schema")
-        names = schema.get("required") if isinstance(schema, dict) else None
-        return [str(name) for name in names] if isinstance(names, list) else []
+    def wanted(self) -> Mapping[str, Any]:
+        """JSON schema of a reply."""
+        schema: Mapping[str, Any] = self.json_schema.get("schema") or {"type": "object"}
+        return schema
 
 
 class RecordedRequest(SamplingRequest):

@@ -28,7 +28,8 @@ class Reply:
     text: str
     """The completion without special tokens."""
     parsed: Any
-    """Result of the `parse` function given to `ctx.call`; None without one."""
+    """Result of the `parse` function given to `ctx.call`; None without one. With tools, the message that was written
+    where there is no such function, or it raised."""
     finish: str
     """`stop`, `eos` or `length`."""
     tokens: int = 0
@@ -71,7 +72,8 @@ class Context(Protocol):
             facts: numbers that the module's penalty and behaviour metrics need (e.g. `{"documents": 10}`); `state`, a
                 text, names what the call is made in: GiGPO compares calls of the same state.
             tools: functions that the model may call, as in OpenAI's protocol. `parse` then gets the message that was
-                written (`content`, `tool_calls`), which is also `Reply.parsed` without one.
+                written (`content`, `tool_calls`, `unread_call` where one cannot be read), which is also `Reply.parsed`
+                without one.
         """
         ...
 

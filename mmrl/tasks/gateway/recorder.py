@@ -13,13 +13,15 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from mmrl.config.tasks import AnyAgentConfig, CallRule
-from mmrl.errors import LimitFailure, ParseFailure, RolloutError
+from mmrl.errors import LimitFailure, ParseFailure, RequestFailure, RolloutError
 from mmrl.serve.front import Answer, Finished, until_stop
 from mmrl.serve.gateway import ENDED
+from mmrl.serve.json_schema import violations
 from mmrl.serve.protocol import RecordedRequest, Refused
 from mmrl.tasks.base import Context, Message, Reply
 
@@ -35,6 +37,7 @@ class _PastCall:
 
     module: str
     tools: str
+    """Tools that its prompt has, as JSON; empty without any."""
     messages: Sequence[Message]
     """Those of its request, and its reply as clients send it back."""
     reply: Reply
@@ -125,8 +128,10 @@ class Recorder:
         if self.calls > self._config.max_calls:
             raise LimitFailure(f"the agent made more than task.max_calls={self._config.max_calls} calls")
         tools = parsed.functions()
-        key = json.dumps(tools)
+        key = json.dumps(tools) if tools else ""
         before = self._extended(module, key, messages)
+        if before is not None:
+            key = before.tools
         # Replies beyond the demonstrations of the first request, in a context that extends none: a compaction, a drift.
         replies_in = sum(message["role"] == "assistant" for message in messages)
         rewritten = before is None and replies_in > self._shots.setdefault(module, replies_in)
@@ -178,9 +183,11 @@ class Recorder:
         extended = (
             past
             for past in reversed(self._history)
-            if (past.module, past.tools) == (module, tools)
+            # Tools that a later request leaves out are in the context still: it wants no more calls.
+            if past.module == module
+            and tools in ("", past.tools)
             and len(past.messages) < len(messages)
-            and list(messages[: len(past.messages)]) == list(past.messages)
+            and all(map(_same, past.messages, messages))
         )
         return max(extended, key=lambda past: len(past.messages), default=None)
 
@@ -210,6 +217,8 @@ class Recorder:
 
     def _answer(self, parsed: RecordedRequest, reply: Reply, name: str) -> Answer:
         message: Mapping[str, Any] = reply.parsed if isinstance(reply.parsed, Mapping) else {"content": reply.text}
+        if parsed.tool_choice == "none" and message.get("tool_calls"):
+            message = {"content": reply.text}
         text, stop = until_stop(message["content"], parsed.stops)
         calls = [
             {
@@ -258,6 +267,13 @@ def _as_sent_back(answer: Answer) -> Message:
     return message
 
 
+def _same(past: Message, message: Message) -> bool:
+    """Return True if a message is sent again: agents put their name on the replies that they send back."""
+    if past["role"] == "assistant" and "name" not in past:
+        message = {key: value for key, value in message.items() if key != "name"}
+    return past == message
+
+
 def _named(reply: Message, added: Sequence[Message]) -> Sequence[Message]:
     """Return what follows a reply, with the name of its function in each tool result: some templates write it."""
     names = {call["id"]: call["function"]["name"] for call in reply.get("tool_calls", ())}
@@ -285,17 +301,44 @@ def _checked(parsed: RecordedRequest, value: Any) -> Any:
         raise ParseFailure("tool_choice asks for a tool call, and the reply has none")
     if wanted is not None and any(call["function"]["name"] != wanted for call in calls):
         raise ParseFailure(f"tool_choice asks for {wanted}, and the reply calls something else")
+    if message.get("unread_call"):
+        raise ParseFailure("a tool call of the reply cannot be read")
+    for call in calls:
+        _check_call(parsed.tools, call["function"])
     form = parsed.response_format
     if form is not None and form.type != "text" and not calls:
-        required = form.required
-        try:
-            read = json.loads(message["content"])
-        except (ValueError, RecursionError):
-            read = None
-        if not isinstance(read, dict):
-            raise ParseFailure("response_format asks for a JSON object, and the reply is none", 0, len(required))
-        if missing := [name for name in required if name not in read]:
-            raise ParseFailure(
-                f"response_format asks for {', '.join(missing)}", len(required) - len(missing), len(required)
-            )
+        _check_form(form.wanted, message["content"])
     return value
+
+
+def _check_call(tools: Sequence[Message], called: Mapping[str, Any]) -> None:
+    name, arguments = called["name"], called["arguments"]
+    described = [tool["function"] for tool in tools if tool["function"]["name"] == name]
+    if not described:
+        raise ParseFailure(f"the reply calls {name!r:.60}, which is no tool of the request")
+    if not isinstance(arguments, Mapping):
+        raise ParseFailure(f"{name}: the arguments are no JSON object")
+    # What is no schema describes nothing.
+    with suppress(ValueError):
+        for _, problem in violations(described[0].get("parameters") or {}, arguments):
+            raise ParseFailure(f"{name}: the arguments are not those of its parameters: {problem}")
+
+
+def _check_form(schema: Mapping[str, Any], text: str) -> None:
+    required = schema.get("required", ())
+    try:
+        read = json.loads(text, parse_constant=_no_number)
+    except (ValueError, RecursionError):
+        raise ParseFailure("response_format asks for JSON, and the reply is none", 0, len(required)) from None
+    try:
+        wrong = violations(schema, read)
+    except ValueError as error:
+        raise RequestFailure(f"response_format: {error}") from None
+    if wrong:
+        fields = {field for field, _ in wrong}
+        present = [name for name in required if isinstance(read, dict) and name in read and name not in fields]
+        raise ParseFailure(f"response_format asks for something else: {wrong[0][1]}", len(present), len(required))
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")

@@ -123,8 +123,10 @@ def test_tools_are_written_and_read_by_the_models_template(template):
         result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "a city <|im_end|>"}
         messages += [message.model_dump(), result]
         reply = await asking.chat.completions.create(model="m", messages=messages, tools=[SEARCH])
-        # Without its tools the history is another one.
+        # A request that leaves the tools out wants no more calls; one with others has another prompt.
         await asking.chat.completions.create(model="m", messages=messages)
+        other = {**SEARCH, "function": {**SEARCH["function"], "name": "other"}}
+        await asking.chat.completions.create(model="m", messages=messages, tools=[other])
         return reply.choices[0].message.content
 
     engine = Scripted(lambda prompt: "a city" if "a city" in prompt else CALLED, tokenizer(template))
@@ -133,7 +135,7 @@ def test_tools_are_written_and_read_by_the_models_template(template):
     assert said[0].finish_reason == "tool_calls"
     assert json.loads(said[0].message.tool_calls[0].function.arguments) == {"query": "Porto"}
     assert '"name": "search"' in engine.prompts[0]
-    assert [call.turn for call in calls] == [0, 1, 0] and rollout.prediction == "a city"
+    assert [call.turn for call in calls] == [0, 1, 1, 0] and rollout.prediction == "a city"
     added = calls[1].prompt_ids[len(calls[0].prompt_ids) + len(calls[0].completion_ids) :]
     assert "a city <|im_end|>" in engine.tokenizer.decode(list(added))
     end = engine.tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -178,19 +180,19 @@ def test_a_reply_of_another_form_than_was_asked_for_does_not_parse_and_is_the_mo
 
 
 @pytest.mark.parametrize(
-    ("choice", "text", "ok"),
+    ("choice", "text", "ok", "called"),
     [
-        ("required", CALLED, True),
-        ("required", "no", False),
-        ("none", CALLED, False),
-        ({"type": "function", "function": {"name": "other"}}, CALLED, False),
-        ({"type": "function", "function": {"name": "search"}}, CALLED, True),
+        ("required", CALLED, True, True),
+        ("required", "no", False, False),
+        ("none", CALLED, False, False),
+        ({"type": "function", "function": {"name": "other"}}, CALLED, False, True),
+        ({"type": "function", "function": {"name": "search"}}, CALLED, True, True),
     ],
 )
-def test_tool_choice_is_what_a_reply_must_parse_as(choice, text, ok):
+def test_tool_choice_is_what_a_reply_must_parse_as(choice, text, ok, called):
     async def work(asking):
         reply = await asking.chat.completions.create(model="m", messages=ASK, tools=[SEARCH], tool_choice=choice)
-        assert bool(reply.choices[0].message.tool_calls) == ok
+        assert bool(reply.choices[0].message.tool_calls) == called
         return "0"
 
     rollout, (call,) = one(agent_task(agent_of(work)), Scripted(lambda prompt: text, tokenizer("qwen3")))
