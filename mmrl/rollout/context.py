@@ -144,6 +144,10 @@ class RolloutContext:
         """See `mmrl.tasks.base.Context.decode`."""
         return self.env.decode(ids)
 
+    def unchanged_by(self, arguments: Mapping[str, object]) -> bool:
+        """See `mmrl.tasks.base.Context.unchanged_by`."""
+        return self.env.unchanged_by(arguments)
+
     def leave(self) -> None:
         """See `mmrl.tasks.base.Context.leave`."""
         self.env.engine.leave()

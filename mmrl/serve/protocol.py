@@ -26,6 +26,7 @@ MOST_CHOICES, MOST_TOOLS = 16, 256
 """Choices of a reply (`n`), and tools of a request."""
 WITHOUT_EFFECT = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"),
+    *("prompt_cache_retention", "prediction", "verbosity"),
 )
 """Fields that no completion depends on."""
 NEUTRAL: Mapping[str, Sequence[object]] = {
@@ -41,8 +42,26 @@ NEUTRAL: Mapping[str, Sequence[object]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
+    "function_call": ("none", "auto"),
     "suffix": ("",),
     "modalities": (["text"],),
+    # of vLLM, SGLang and others
+    "min_p": (0,),
+    "typical_p": (1,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "no_repeat_ngram_size": (0,),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+    "stop_token_ids": ([],),
+    "bad_words": ([],),
+    "use_beam_search": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template_kwargs": ({},),
 }
 """Fields that cannot be had, and the values with which they change nothing; null is one for all."""
 
@@ -114,7 +133,7 @@ class SamplingRequest(_Body):
     model: str
     temperature: Temperature = Field(1.0, ge=0, le=100)
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)
+    top_k: Annotated[int, BeforeValidator(lambda value: 0 if value == -1 else value)] = Field(0, ge=0)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     stop: str | list[str] | None = None
@@ -164,7 +183,10 @@ def _neutral_message(message: object) -> object:
     """Leave out what clients copy from a reply into the next request and no prompt has."""
     if not isinstance(message, Mapping):
         return message
-    copied = ("refusal", "annotations", "audio", "function_call", "reasoning_content", "reasoning")
+    copied = (
+        *("refusal", "annotations", "audio", "function_call", "reasoning_content", "reasoning", "reasoning_details"),
+        *("thinking_blocks", "provider_specific_fields"),
+    )
     kept = {name: value for name, value in message.items() if value not in (None, []) and name not in copied}
     return {"content": "", **kept}
 
@@ -224,6 +246,14 @@ class RecordedRequest(SamplingRequest):
     tool_choice: Literal["none", "auto", "required"] | OfFunction = "auto"
     response_format: ResponseFormat | None = None
     logprobs: bool = False
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+
+    @property
+    def template_arguments(self) -> Mapping[str, Any]:
+        """Arguments of the chat template, by the fields of the request."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return {**self.chat_template_kwargs, **effort}
 
     def conversation(self) -> list[dict[str, Any]]:
         """Convert messages for a chat template."""

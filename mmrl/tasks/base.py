@@ -81,6 +81,10 @@ class Context(Protocol):
         """Return the text of token ids, without special tokens."""
         ...
 
+    def unchanged_by(self, arguments: Mapping[str, object]) -> bool:
+        """Return True if prompts are the same with these further arguments of the model's chat template."""
+        ...
+
     def leave(self) -> None:
         """Let the engine's batches no longer wait for this rollout, which has no request under way."""
         ...

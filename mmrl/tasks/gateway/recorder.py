@@ -124,6 +124,10 @@ class Recorder:
             self.answered += 1
             answer = Answer(text=module.reply or "", finish="stop")
             return Finished(id=reply_id((), self.answered), answers=[answer], tokens=(0, 0))
+        for name, value in parsed.template_arguments.items():
+            if not self._ctx.unchanged_by({name: value}):
+                text = f"{name}: with {value!r:.60} this model's prompts would not be those of the run; leave it out"
+                raise Refused(400, text, name, "unsupported_value")
         self.calls += parsed.n
         if self.calls > self._config.max_calls:
             raise LimitFailure(f"the agent made more than task.max_calls={self._config.max_calls} calls")

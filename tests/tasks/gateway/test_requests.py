@@ -259,7 +259,8 @@ def test_the_module_is_named_by_the_model_the_header_or_a_rule():
     [
         ({"n": 64}, "n: Input should be less than or equal to 16"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "text alone"),
-        ({"min_p": 0.1}, "min_p: unknown field"),
+        ({"min_p": 0.1}, "min_p: this server does not have it"),
+        ({"mirostat": 2}, "mirostat: unknown field"),
         ({"logit_bias": {"5": 1}}, "logit_bias: this server does not have it"),
         ({"top_logprobs": 3}, "top_logprobs: this server does not have it"),
         ({"messages": []}, "messages"),
