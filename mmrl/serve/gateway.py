@@ -22,6 +22,7 @@ from mmrl.serve.anthropic_dialect import Messages
 from mmrl.serve.front import Backend, Finished, Running, add_dialects, failed
 from mmrl.serve.openai_dialect import ChatCompletions
 from mmrl.serve.protocol import LARGEST_REQUEST, RecordedRequest, Refused, SamplingRequest
+from mmrl.serve.responses_dialect import Responses
 from mmrl.system.http_server import read_body
 from mmrl.system.portal import io_loop
 
@@ -142,8 +143,12 @@ class Gateway:
         most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
         app = FastAPI(title="mmrl gateway", docs_url=None, redoc_url=None, openapi_url=None)
-        chat, messages = ChatCompletions(RecordedRequest), Messages()
-        add_dialects(app, partial(_of, self._sessions), {"/v1/chat/completions": chat, "/v1/messages": messages})
+        dialects = {
+            "/v1/chat/completions": ChatCompletions(RecordedRequest),
+            "/v1/responses": Responses(),
+            "/v1/messages": Messages(),
+        }
+        add_dialects(app, partial(_of, self._sessions), dialects)
         app.add_route("/v1/mmrl/result", self._take_result, methods=["POST"])
         # By its protocol asyncio knows whose small writes must not wait: else each reply takes 40 ms more (Nagle).
         listening = socket.socket(proto=socket.IPPROTO_TCP)

@@ -6,7 +6,7 @@ What would change the completion and cannot be had is refused, never passed over
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -96,13 +96,13 @@ class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-def _joined(content: object) -> object:
-    """Join the parts of a message into one text."""
+def joined(content: object, kinds: Collection[object] = ("text",)) -> object:
+    """Join the parts of a message, of these types, into one text."""
     if not isinstance(content, list):
         return content
     parts = [part if isinstance(part, Mapping) else {} for part in content]
     # Dropped silently, an image would leave a question about nothing.
-    if any(part.get("type") != "text" or not isinstance(part.get("text"), str) for part in parts):
+    if any(part.get("type") not in kinds or not isinstance(part.get("text"), str) for part in parts):
         raise ValueError("got a part that is no text, and this model reads text alone")
     return "".join(str(part["text"]) for part in parts)
 
@@ -111,7 +111,7 @@ class Message(_Body):
     """Message of a chat request."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, BeforeValidator(_joined)]
+    content: Annotated[str, BeforeValidator(joined)]
     name: str | None = None
     tool_call_id: str | None = None
 
