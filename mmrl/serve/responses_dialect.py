@@ -5,6 +5,7 @@ Nothing is kept between requests: a client sends what came before in `input`, as
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 from collections.abc import AsyncIterator
@@ -13,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
-from mmrl.serve.front import Dialect, Running
+from mmrl.serve.front import Dialect, Running, failed
 from mmrl.serve.protocol import WITHOUT_EFFECT, RecordedRequest, SamplingRequest, joined, parse_fields, parse_request
 
 IGNORED = (*WITHOUT_EFFECT, "stream_options", "prompt_cache_options")
@@ -216,10 +217,17 @@ class Responses(Dialect):
         numbers = itertools.count()
 
         def event(kind: str, **fields: object) -> str:
-            data = {"type": f"response.{kind}", "sequence_number": next(numbers), **fields}
-            return f"event: response.{kind}\ndata: {json.dumps(data)}\n\n"
+            kind = kind if kind == "error" else f"response.{kind}"
+            data = {"type": kind, "sequence_number": next(numbers), **fields}
+            return f"event: {kind}\ndata: {json.dumps(data)}\n\n"
 
-        whole = self.reply(running)
+        # Whatever the backend could send earlier: items are sent when they are known.
+        await asyncio.wait([running.task])
+        try:
+            whole = self.reply(running)
+        except Exception as error:  # the status is sent already
+            yield event("error", **failed(error)[1])
+            return
         begun = {**whole, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
         yield event("created", response=begun)
         yield event("in_progress", response=begun)
