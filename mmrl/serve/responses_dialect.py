@@ -122,7 +122,7 @@ class ResponsesRequest(_Body):
     include: list[Literal["reasoning.encrypted_content"]] = []
     temperature: float | None = None
     top_p: float | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
     stream: bool = False
 
     def as_chat(self) -> dict[str, Any]:

@@ -126,8 +126,9 @@ class Recorder:
             return Finished(id=reply_id((), self.answered), answers=[answer], tokens=(0, 0))
         for name, value in parsed.template_arguments.items():
             if not self._ctx.unchanged_by({name: value}):
-                text = f"{name}: with {value!r:.60} this model's prompts would not be those of the run; leave it out"
-                raise Refused(400, text, name, "unsupported_value")
+                field = name if name in RecordedRequest.model_fields else f"chat_template_kwargs.{name:.60}"
+                text = f"{field}: with {value!r:.60} this model's prompts would not be those of the run; leave it out"
+                raise Refused(400, text, field, "unsupported_value")
         self.calls += parsed.n
         if self.calls > self._config.max_calls:
             raise LimitFailure(f"the agent made more than task.max_calls={self._config.max_calls} calls")
