@@ -417,3 +417,63 @@ def test_an_agent_of_anthropics_calls_tools_and_reads_streams():
     (delta,) = (event["delta"] for event in events if event["type"] == "content_block_delta")
     assert delta == {"type": "text_delta", "text": "It is a city."}
     assert "a block of type 'image', and this model reads text alone" in refused[0]["error"]["message"]
+
+
+DEFAULTS = {
+    "reasoning_effort": "low",
+    "verbosity": "low",
+    "prompt_cache_retention": "24h",
+    "store": False,
+    "user": "u",
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "top_k": -1,
+    "n": 1,
+    "logit_bias": {},
+    "presence_penalty": 0,
+    "chat_template_kwargs": {"enable_thinking": True},
+    "skip_special_tokens": True,
+    "stop": None,
+}
+
+
+def test_fields_that_change_no_reply_are_taken_and_the_others_named():
+    """By the chat template: Qwen's has a thinking mode, here on, and no effort; that of gpt-oss has an effort."""
+    answers = []
+
+    def asked(template, **body):
+        async def agent(example, base_url, api_key):
+            reply = await post(base_url, api_key, **body)
+            answers.append((reply.status_code, reply.json().get("error", {}).get("param")))
+            return "0"
+
+        one(agent_task(agent), Scripted(lambda prompt: "x", tokenizer(template)))
+        return answers.pop()
+
+    assert asked("qwen3", **DEFAULTS) == (200, None)
+    assert asked("gptoss", reasoning_effort="medium") == (200, None)
+    for template, name, value in (
+        ("gptoss", "reasoning_effort", "high"),
+        ("qwen3", "enable_thinking", False),
+        ("qwen3", "chat_template", "{{ 1 }}"),
+    ):
+        field = name if name == "reasoning_effort" else f"chat_template_kwargs.{name}"
+        body = {name: value} if field == name else {"chat_template_kwargs": {name: value}}
+        assert asked(template, **body) == (400, field)
+
+
+def test_a_reply_that_comes_back_with_the_name_of_its_agent_goes_on():
+    async def work(asking):
+        messages = [{**ASK[1], "name": "user"}]
+        for name in ("planner", "worker"):
+            reply = await asking.chat.completions.create(model="m", messages=messages, tools=[SEARCH])
+            message = {**reply.choices[0].message.model_dump(exclude_none=True), "name": name}
+            messages += [message, {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "x"}]
+        await asking.chat.completions.create(model="m", messages=messages, tools=[SEARCH])
+        # A message that was given with a name is another one under another name.
+        messages[0] = {**messages[0], "name": "other"}
+        await asking.chat.completions.create(model="m", messages=messages, tools=[SEARCH])
+
+    engine = Scripted(lambda prompt: CALLED, tokenizer("qwen3"))
+    _, calls = one(agent_task(agent_of(work), metric=lambda record, result: 0.0), engine)
+    assert [(call.turn, call.facts["rewritten_history"]) for call in calls] == [(0, 0), (1, 0), (2, 0), (0, 1)]
