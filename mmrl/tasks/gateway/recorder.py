@@ -124,11 +124,7 @@ class Recorder:
             self.answered += 1
             answer = Answer(text=module.reply or "", finish="stop")
             return Finished(id=reply_id((), self.answered), answers=[answer], tokens=(0, 0))
-        for name, value in parsed.template_arguments.items():
-            if not self._ctx.unchanged_by({name: value}):
-                field = name if name in RecordedRequest.model_fields else f"chat_template_kwargs.{name:.60}"
-                text = f"{field}: with {value!r:.60} this model's prompts would not be those of the run; leave it out"
-                raise Refused(400, text, field, "unsupported_value")
+        parsed.refuse_other_prompts(self._ctx.unchanged_by)
         self.calls += parsed.n
         if self.calls > self._config.max_calls:
             raise LimitFailure(f"the agent made more than task.max_calls={self._config.max_calls} calls")
