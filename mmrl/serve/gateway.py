@@ -14,9 +14,8 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mmrl.serve.anthropic_dialect import Messages
 from mmrl.serve.front import Backend, Finished, Running, add_dialects, failed
@@ -40,6 +39,13 @@ MODULE_HEADER = "x-mmrl-module"
 ENDED = "there is no rollout of this key, or it has ended"
 
 
+class _Lost(NamedTuple):
+    """Call that nobody waits for."""
+
+    task: asyncio.Future[Finished]
+    expiry: asyncio.TimerHandle
+
+
 Chat = Callable[[RecordedRequest, str | None], Coroutine[Any, Any, Finished]]
 """Makes the call of a request, whose header may name the module; runs in the rollout's event loop."""
 Post = Callable[[object], None]
@@ -61,8 +67,8 @@ class Session(Backend):
         self.post = post
         self._chat, self._loop = chat, loop
         self._open = 0
-        self._calls: dict[bytes, _Call] = {}
-        """Request -> the last call that it made."""
+        self._lost: dict[bytes, list[_Lost]] = {}
+        """Request -> its calls whose clients have gone."""
 
     def refuse_crowd(self) -> None:
         """See `Backend.refuse_crowd`."""
@@ -74,14 +80,15 @@ class Session(Backend):
         assert isinstance(parsed, RecordedRequest)
         module = headers.get(MODULE_HEADER)
         key = hashlib.sha256(body + b"\0" + (module or "").encode()).digest()
-        call = self._calls.get(key)
-        again = headers.get("x-stainless-retry-count", "0") != "0"
         # The same question a second time is a call of its own: only a client that did not get its reply repeats one.
-        if call is None or call.task.cancelled() or not (again or call.lost):
-            call = self._calls[key] = _Call(self.run(self._chat(parsed, module)))
+        # Whatever a header says of retries, a call whose client still waits belongs to that client.
+        if lost := self._lost.get(key):
+            task, expiry = lost.pop(0)
+            expiry.cancel()
+        else:
+            task = self.run(self._chat(parsed, module))
         self._open += 1
-        call.clients += 1
-        return Running(parsed=parsed, task=call.task, released=partial(self._left, call))
+        return Running(parsed=parsed, task=task, released=partial(self._left, key, task))
 
     def run(self, work: Coroutine[Any, Any, Finished]) -> asyncio.Future[Finished]:
         """Start work in the rollout's event loop."""
@@ -91,23 +98,21 @@ class Session(Backend):
             work.close()
             raise Refused(401, ENDED, code="invalid_api_key") from None
 
-    def _left(self, call: _Call, sent: bool) -> None:
+    def _left(self, key: bytes, task: asyncio.Future[Finished], sent: bool) -> None:
         """Note that a client has its reply, or has gone: then the call waits for a retry, and ends."""
         self._open -= 1
-        call.clients -= 1
-        call.lost = not sent
-        if not call.task.done() and not call.clients:
-            asyncio.get_running_loop().call_later(RETRY_S, lambda: None if call.clients else call.task.cancel())
+        if sent or task.cancelled():
+            return
 
+        def expire() -> None:
+            # A reply that is there already was recorded, and stays for whoever asks the same again.
+            if not task.done():
+                lost.remove(entry)
+                task.cancel()
 
-@dataclass(slots=True, eq=False)
-class _Call:
-    """Call of a rollout, for one client or for its retries."""
-
-    task: asyncio.Future[Finished]
-    clients: int = 0
-    lost: bool = False
-    """The last client went before it had the whole reply."""
+        lost = self._lost.setdefault(key, [])
+        entry = _Lost(task, asyncio.get_running_loop().call_later(RETRY_S, expire))
+        lost.append(entry)
 
 
 class Gateway:
