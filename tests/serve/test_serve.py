@@ -17,8 +17,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import openai
@@ -31,9 +30,9 @@ from mmrl.engines import EngineSetup, build_engine
 from mmrl.engines.base import Completion, Engine, Request, Sampling
 from mmrl.models.chat import decode_text, encode_text, render_prompt
 from mmrl.models.load import load_model, load_tokenizer
-from mmrl.models.policy import Policy
-from mmrl.run.serve import ServeArguments, models, snippets
-from mmrl.serve.openai_app import Served, make_app
+from mmrl.run.serve import ServeArguments, snippets
+from mmrl.serve.policy import ServedPolicy, _Running, make_app
+from mmrl.serve.protocol import ChatRequest
 from tests.helpers.servers import fetch_json, listening
 
 TOKEN = "serve-token-0123456789"
@@ -53,7 +52,7 @@ def engine_of(folder: str) -> tuple[Engine, Any]:
 def served(random_model: str) -> Iterator[tuple[str, Engine, Any]]:
     """Address of a server of a random model; mmrl's own engine on the same weights; its tokenizer."""
     engine, tokenizer = engine_of(random_model)
-    with listening(make_app(Served(engine=engine, tokenizer=tokenizer, models={"policy": ""}), TOKEN)) as url:
+    with listening(make_app(ServedPolicy(engine, tokenizer), TOKEN)) as url:
         yield f"{url}/v1", engine_of(random_model)[0], tokenizer
 
 
@@ -245,8 +244,8 @@ class Gate(Engine):
         return Completion(ids=ids, logprobs=None, finish="eos")
 
 
-def app_of(engine: Engine, names: dict[str, str] | None = None) -> Any:
-    return make_app(Served(engine=engine, tokenizer=tiny(), models=names or {"policy": ""}))
+def app_of(engine: Engine, modules: Sequence[str] = ()) -> Any:
+    return make_app(ServedPolicy(engine, tiny(), modules))
 
 
 def none_left(url: str) -> bool:
@@ -258,9 +257,8 @@ def none_left(url: str) -> bool:
 
 
 def test_each_module_is_a_model_of_its_own_and_requests_wait_together() -> None:
-    policy = Policy(base="x", modules={"rewriter": "one", "answerer": "two", "broken": "one"})
-    names = models("policy", policy)
-    assert list(names) == ["policy/rewriter", "policy/answerer", "policy/broken"]
+    modules = ["rewriter", "answerer", "broken"]
+    names = [f"policy/{module}" for module in modules]
     engine = Gate(together=3)
 
     async def asked(url: str) -> list[Any]:
@@ -270,7 +268,7 @@ def test_each_module_is_a_model_of_its_own_and_requests_wait_together() -> None:
                 return_exceptions=True,
             )
 
-    with listening(app_of(engine, names)) as url:
+    with listening(app_of(engine, modules)) as url:
         one, other, broken = asyncio.run(asked(url))
     assert [one.choices[0].message.content, other.choices[0].message.content] == ["rewriter", "answerer"]
     assert max(engine.asked) == 3, "all three were in the engine at once"
@@ -280,7 +278,7 @@ def test_each_module_is_a_model_of_its_own_and_requests_wait_together() -> None:
 def test_more_requests_than_allowed_are_told_to_come_back_and_who_goes_away_is_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("mmrl.serve.openai_app.MOST_REQUESTS", 1)
+    monkeypatch.setattr("mmrl.serve.policy.MOST_REQUESTS", 1)
     engine = Gate(together=99)
 
     async def until(true: Callable[[], bool]) -> None:
@@ -312,7 +310,8 @@ def post(url: str, body: bytes, announced: int | None = None, path: str = "/v1/c
     """A connection on which a request was sent; its body may be shorter than it announces."""
     host, port = url.removeprefix("http://").split(":")
     sent = socket.create_connection((host, int(port)), timeout=30)
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body) if announced is None else announced}\r\n\r\n"
+    length = len(body) if announced is None else announced
+    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {length}\r\n\r\n"
     sent.sendall(head.encode() + body)
     return sent
 
@@ -351,7 +350,7 @@ def test_clients_that_leave_before_a_streams_first_byte_leave_nothing_behind() -
 def test_bodies_that_do_not_come_hold_no_place(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("mmrl.serve.openai_app.MOST_REQUESTS", 2)
+    monkeypatch.setattr("mmrl.serve.policy.MOST_REQUESTS", 2)
     monkeypatch.setattr("mmrl.system.http_server.BODY_S", 1.0)
     app = app_of(Gate(together=1))
     with listening(app) as url:
@@ -394,8 +393,6 @@ def test_mistakes_of_a_client_are_its_own(served: Any, fields: dict[str, Any]) -
 
 
 def test_text_comes_in_whole_characters_however_tokens_cut_them(random_model: str) -> None:
-    from mmrl.serve.openai_app import _Running
-
     tokenizer = load_tokenizer(ModelConfig(name="random", path=random_model))
     text = "Olá, ação — 東京 🙂!"
     ids = tuple(tokenizer.encode(text, add_special_tokens=False))
@@ -409,13 +406,8 @@ def test_text_comes_in_whole_characters_however_tokens_cut_them(random_model: st
             return Completion(ids=ids, logprobs=None, finish="eos")
 
     async def pieces(stop: tuple[str, ...]) -> list[str]:
-        from mmrl.serve.protocol import ChatRequest
-
-        asked = ChatRequest(model="policy", messages=[{"role": "user", "content": "x"}], stream=True)  # type: ignore[list-item]
-        request = Request(prompt_ids=(5,), sampling=replace(Sampling(max_tokens=9), stop=stop))
-        running = _Running(
-            Served(engine=Says(), tokenizer=tokenizer, models={"policy": ""}), asked, request, lambda: None
-        )
+        asked = ChatRequest(model="policy", messages=[{"role": "user", "content": "x"}], stream=True, stop=list(stop))  # type: ignore[list-item]
+        running = _Running(ServedPolicy(Says(), tokenizer), asked, "")
         return [piece async for piece in running.pieces()]
 
     whole = asyncio.run(pieces(()))
