@@ -70,10 +70,10 @@ class _Guard:
 
 
 def _unknown(headers: Headers, token: str) -> tuple[int, str] | None:
-    given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
-    # as long for a wrong first letter as for a wrong last one
-    if hmac.compare_digest(given.encode("utf-8", "replace"), token.encode()):
-        return None
+    for name, expected in (("authorization", f"Bearer {token}"), ("x-api-key", token)):
+        # as long for a wrong first letter as for a wrong last one
+        if hmac.compare_digest(headers.get(name, "").encode("utf-8", "replace"), expected.encode()):
+            return None
     return 401, "a token is needed: Authorization: Bearer TOKEN"
 
 

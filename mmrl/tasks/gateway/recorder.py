@@ -15,11 +15,11 @@ from typing import Any
 from mmrl.config.tasks import AnyAgentConfig, CallRule
 from mmrl.errors import LimitFailure, ParseFailure, RolloutError
 from mmrl.records import Reply
-from mmrl.serve.conversations import Conversations
+from mmrl.serve.conversations import Conversations, Messages
 from mmrl.serve.front import Answer, Finished
 from mmrl.serve.gateway import ENDED
 from mmrl.serve.protocol import ChatRequest, Refused
-from mmrl.tasks.base import Context, Message
+from mmrl.tasks.base import Context
 
 log = logging.getLogger("mmrl.gateway")
 
@@ -137,9 +137,9 @@ class Recorder:
         self,
         parsed: ChatRequest,
         module: str,
-        messages: Sequence[Message],
+        messages: Messages,
         after: Reply | None,
-        tools: Sequence[Message],
+        tools: Messages,
     ) -> Reply:
         # Replies beyond the demonstrations of the first request, in a context that extends none: a compaction, a drift.
         replies_in = sum(message["role"] == "assistant" for message in messages)
