@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from mmrl import rng
-from mmrl.engines.base import Engine, Request, Sampling
+from mmrl.engines.base import Completion, Engine, Request, Sampling
 from mmrl.errors import LengthFailure, RequestFailure
 from mmrl.models.chat import decode_text, marked, render_observation, render_prompt
 from mmrl.models.template import Messages, Tools
@@ -136,6 +136,21 @@ class ServedPolicy(Backend):
             raise Refused(400, "prompt: got several texts, expected one", "prompt")
         return tuple(ids)
 
+    async def read(self, prompt: tuple[int, ...], completion: Completion, tools: Tools) -> Reply:
+        """Return what was sampled as a reply."""
+
+        def reply() -> Reply:
+            return Reply(
+                text=decode_text(self.tokenizer, completion.ids),
+                parsed=read_message(self.tokenizer, prompt, completion.ids, tools) if tools else None,
+                finish=completion.finish,
+                tokens=len(completion.ids),
+                context=(*prompt, *completion.ids),
+                logprobs=completion.logprobs,
+            )
+
+        return await self._in_thread(reply)
+
     def _refuse_endless(self, characters: int) -> None:
         """Refuse a prompt that no context could hold before it is encoded, which takes seconds for all others too."""
         context = self.engine.max_context
@@ -193,7 +208,7 @@ class _Running(Running):
         return await self._sampled(await self._policy.prompt(messages, after, tools), tools)
 
     async def _sampled(self, prompt: tuple[int, ...], tools: Tools) -> Reply:
-        parsed, tokenizer = self.parsed, self._policy.tokenizer
+        parsed = self.parsed
         self.prompt_tokens = len(prompt)
         number, self._choices = self._choices, self._choices + 1
         sampling = Sampling(
@@ -211,14 +226,7 @@ class _Running(Running):
         )
         if isinstance(parsed, ChatRequest) and parsed.logprobs and completion.logprobs is None:
             raise RequestFailure("logprobs: the engine has none with this sampling")
-        return Reply(
-            text=decode_text(tokenizer, completion.ids),
-            parsed=read_message(tokenizer, prompt, completion.ids, tools) if tools else None,
-            finish=completion.finish,
-            tokens=len(completion.ids),
-            context=(*prompt, *completion.ids),
-            logprobs=completion.logprobs,
-        )
+        return await self._policy.read(prompt, completion, tools)
 
     def _take(self, loop: asyncio.AbstractEventLoop, token: int) -> None:
         """Take a token, in the decoder's thread."""
