@@ -125,7 +125,9 @@ def test_a_connection_without_a_complete_header_ends(
     with listening(policy_app(delay=1.0)) as url:
         connection = sent(url, path="/health") if after else connected(url)
         if after:
-            assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+            reply = b""
+            while not reply.endswith(b"}"):
+                reply += connection.recv(65536)
         started = time.monotonic()
         for letter in begun:  # slowly, which gives it no more time
             connection.sendall(bytes([letter]))
