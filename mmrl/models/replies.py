@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _READERS: WeakKeyDictionary[Template, PreTrainedTokenizerBase | None] = WeakKeyDictionary()
 """Copies of tokenizers that read replies; the originals are saved with checkpoints."""
+_THOUGHTFUL: WeakKeyDictionary[Template, bool] = WeakKeyDictionary()
 _PROBLEMS: WeakKeyDictionary[Template, str] = WeakKeyDictionary()
 _THOUGHTS = ("reasoning_content", "thinking")
 """Names that response templates have for thoughts."""
@@ -62,6 +63,16 @@ def content(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str | Non
 def _joined(texts: object) -> str:
     """Return all texts of a field as one."""
     return "\n".join(filter(None, texts)) if isinstance(texts, list) else str(texts or "")
+
+
+def begins_with_thoughts(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return True if the prompt opens thoughts that a special token ends: what comes before it is no content."""
+    template = template_of(tokenizer)
+    if template not in _THOUGHTFUL:
+        replies = [tokenizer(f"a{mark}b", add_special_tokens=False).input_ids for mark in template.marks]
+        read = [content(tokenizer, ids) for ids in replies]
+        _THOUGHTFUL[template] = any(text is not None and not text.startswith("a") for text in read)
+    return _THOUGHTFUL[template]
 
 
 def message_of(

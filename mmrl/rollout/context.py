@@ -26,11 +26,11 @@ from mmrl.errors import (
     RolloutError,
     ToolFailure,
 )
-from mmrl.records import EMPTY, LARGEST, Call, Example
+from mmrl.records import EMPTY, LARGEST, Call, Example, Reply
 from mmrl.rollout.environment import Environment, Teacher
 from mmrl.rollout.tape import Event, Tape
 from mmrl.system.user_code import finite_numbers, located
-from mmrl.tasks.base import Message, Reply
+from mmrl.tasks.base import Message
 
 MEASURED = frozenset(
     {"calls", "penalty", "length", "finish_length_share", "format_rate", "attempts", "surprise", "reward"}

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from mmrl.serve.front import Answer, Dialect, Running
-from mmrl.serve.protocol import RecordedRequest, Refused, SamplingRequest, parse_fields, parse_request
+from mmrl.serve.front import Answer, Dialect, Running, failed
+from mmrl.serve.protocol import ChatRequest, Refused, SamplingRequest, parse_fields, parse_request
 
 STOPPED = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 """OpenAI's finish reasons in Anthropic's words."""
@@ -139,7 +139,7 @@ class Messages(Dialect):
                 "(prefill); expected one of the user",
                 "messages",
             )
-        return parse_request(RecordedRequest, json.dumps(parsed.as_openai()).encode())
+        return parse_request(ChatRequest, json.dumps(parsed.as_openai()).encode())
 
     def reply(self, running: Running) -> dict[str, Any]:
         """See `Dialect.reply`."""
@@ -149,15 +149,24 @@ class Messages(Dialect):
 
     async def events(self, running: Running) -> AsyncIterator[str]:
         """See `Dialect.events`."""
-        answer = running.finished.answers[0]
-        begun = {**_head(running), "content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(running)}
+        usage = {"input_tokens": running.prompt_tokens, "output_tokens": 0}
+        begun = {**_head(running), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         yield _event("message_start", message=begun)
-        for index, (block, _, delta) in enumerate(_contents(answer)):
-            yield _event("content_block_start", index=index, content_block=block)
-            yield _event("content_block_delta", index=index, delta=delta)
-            yield _event("content_block_stop", index=index)
-        yield _event("message_delta", delta=_stopped(answer), usage=_usage(running))
-        yield _event("message_stop")
+        try:
+            if running.begun is not None:
+                yield _event("content_block_start", index=0, content_block={"type": "text", "text": ""})
+                async for text in running.pieces():
+                    yield _event("content_block_delta", index=0, delta={"type": "text_delta", "text": text})
+                yield _event("content_block_stop", index=0)
+            answer = running.finished.answers[0]
+            for index, (block, _, delta) in enumerate(_contents(answer) if running.begun is None else ()):
+                yield _event("content_block_start", index=index, content_block=block)
+                yield _event("content_block_delta", index=index, delta=delta)
+                yield _event("content_block_stop", index=index)
+            yield _event("message_delta", delta=_stopped(answer), usage=_usage(running))
+            yield _event("message_stop")
+        except Exception as error:  # the status is sent already
+            yield _event("error", **self.error(*failed(error)))
 
     def error(self, status: int, refusal: dict[str, Any]) -> dict[str, Any]:
         """See `Dialect.error`."""
@@ -201,7 +210,7 @@ def _text(blocks: Sequence[Block]) -> str:
 
 
 def _head(running: Running) -> dict[str, Any]:
-    return {"id": f"msg_{running.finished.id}", "type": "message", "role": "assistant", "model": running.parsed.model}
+    return {"id": f"msg_{running.id}", "type": "message", "role": "assistant", "model": running.parsed.model}
 
 
 def _stopped(answer: Answer) -> dict[str, Any]:

@@ -107,19 +107,6 @@ def joined(content: object, kinds: Collection[object] = ("text",)) -> object:
     return "".join(str(part["text"]) for part in parts)
 
 
-class Message(_Body):
-    """Message of a chat request."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, BeforeValidator(joined)]
-    name: str | None = None
-    tool_call_id: str | None = None
-
-    def rendered(self) -> dict[str, Any]:
-        """Convert for a chat template, where the role developer is system."""
-        return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
-
-
 class StreamOptions(_Body):
     """`stream_options`."""
 
@@ -158,16 +145,6 @@ class SamplingRequest(_Body):
         return tuple(text for text in texts if text)
 
 
-class ChatRequest(SamplingRequest):
-    """`POST /v1/chat/completions`."""
-
-    messages: list[Message] = Field(min_length=1)
-
-    def conversation(self) -> list[dict[str, Any]]:
-        """Convert messages for a chat template."""
-        return [message.rendered() for message in self.messages]
-
-
 def _names_function(value: dict[str, Any]) -> dict[str, Any]:
     function = value.get("function")
     if value.get("type") != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -191,14 +168,21 @@ def _neutral_message(message: object) -> object:
     return {"content": "", **kept}
 
 
-class ConversationMessage(Message):
-    """Message of a recorded chat request."""
+class Message(_Body):
+    """Message of a chat request."""
 
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str, BeforeValidator(joined)]
+    name: str | None = None
+    tool_call_id: str | None = None
     tool_calls: list[OfFunction] = []
 
     def rendered(self) -> dict[str, Any]:
-        """See `Message.rendered`."""
-        message = super().rendered()
+        """Convert for a chat template, where the role developer is system."""
+        message: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self.content,
+        }
         if self.tool_calls:
             message["tool_calls"] = [_with_arguments(call) for call in self.tool_calls]
         if self.tool_call_id is not None:
@@ -237,10 +221,10 @@ class ResponseFormat(_Body):
         return schema
 
 
-class RecordedRequest(SamplingRequest):
-    """`POST /v1/chat/completions` of a rollout. Temperature, `top_p` and `seed` are taken, and the run's own hold."""
+class ChatRequest(SamplingRequest):
+    """`POST /v1/chat/completions`. In a rollout the run's own temperature, `top_p` and `seed` hold."""
 
-    messages: list[Annotated[ConversationMessage, BeforeValidator(_neutral_message)]] = Field(min_length=1)
+    messages: list[Annotated[Message, BeforeValidator(_neutral_message)]] = Field(min_length=1)
     n: int = Field(1, ge=1, le=MOST_CHOICES)
     tools: list[OfFunction] = Field([], max_length=MOST_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | OfFunction = "auto"

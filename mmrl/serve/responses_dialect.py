@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from mmrl.serve.front import Dialect, Running, failed
-from mmrl.serve.protocol import WITHOUT_EFFECT, RecordedRequest, SamplingRequest, joined, parse_fields, parse_request
+from mmrl.serve.protocol import WITHOUT_EFFECT, ChatRequest, SamplingRequest, joined, parse_fields, parse_request
 
 IGNORED = (*WITHOUT_EFFECT, "stream_options", "prompt_cache_options")
 NEUTRAL = {
@@ -170,7 +170,7 @@ class Responses(Dialect):
     def parse(self, body: bytes) -> SamplingRequest:
         """See `Dialect.parse`."""
         parsed = parse_fields(ResponsesRequest, body, IGNORED, NEUTRAL)
-        return parse_request(RecordedRequest, json.dumps(parsed.as_chat()).encode())
+        return parse_request(ChatRequest, json.dumps(parsed.as_chat()).encode())
 
     def reply(self, running: Running) -> dict[str, Any]:
         """See `Dialect.reply`."""
@@ -188,7 +188,7 @@ class Responses(Dialect):
             ids = {"id": f"fc_{name}_{number}", "call_id": call["id"]}
             output.append({"type": "function_call", **ids, **call["function"]})
         parsed = running.parsed
-        assert isinstance(parsed, RecordedRequest)
+        assert isinstance(parsed, ChatRequest)
         choice = parsed.tool_choice
         functions = [tool["function"] for tool in parsed.tools]
         return {
@@ -202,7 +202,7 @@ class Responses(Dialect):
             "output": [{**item, "status": state} for item in output],
             "tools": [{"type": "function", **function} for function in functions],
             "tool_choice": choice if isinstance(choice, str) else {"type": "function", **choice["function"]},
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": parsed.parallel_tool_calls,
             "usage": {
                 "input_tokens": prompt,
                 "input_tokens_details": {"cached_tokens": 0},

@@ -12,32 +12,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict, runtime_checkable
 
-from mmrl.records import EMPTY, Call, Example
+from mmrl.records import EMPTY, Call, Example, Reply
 
 if TYPE_CHECKING:
     from mmrl.engines.openai import OpenAIChat
 
 Message = Mapping[str, Any]
 """`{"role": "system" | "user" | "assistant", "content": text}`; with tools also the role `tool`, and `tool_calls`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """Result of `ctx.call`."""
-
-    text: str
-    """The completion without special tokens."""
-    parsed: Any
-    """Result of the `parse` function given to `ctx.call`; None without one. With tools, the message that was written
-    where there is no such function, or it raised."""
-    finish: str
-    """`stop`, `eos` or `length`."""
-    tokens: int = 0
-    """Completion tokens."""
-    context: tuple[int, ...] = ()
-    """Prompt and completion token ids: pass the reply as `after=` to go on in the same context, token for token."""
-    logprobs: tuple[float, ...] | None = None
-    """Sampling log-probabilities of the completion's tokens; None where the engine has none."""
 
 
 class Context(Protocol):
