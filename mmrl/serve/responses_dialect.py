@@ -5,7 +5,6 @@ Nothing is kept between requests: a client sends what came before in `input`, as
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 from collections.abc import AsyncIterator
@@ -175,41 +174,30 @@ class Responses(Dialect):
     def reply(self, running: Running) -> dict[str, Any]:
         """See `Dialect.reply`."""
         (answer,), (prompt, new) = running.finished.answers, running.finished.tokens
-        cut = answer.finish == "length"
-        name, state = running.finished.id, "incomplete" if cut else "completed"
+        name, cut = running.id, answer.finish == "length"
+        state = "incomplete" if cut else "completed"
         output: list[dict[str, Any]] = []
         if answer.reasoning:
             thoughts = [{"type": "reasoning_text", "text": answer.reasoning}]
             output.append({"type": "reasoning", "id": f"rs_{name}", "summary": [], "content": thoughts})
         if answer.text or not answer.tool_calls:
-            part = {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": []}
-            output.append({"type": "message", "id": f"msg_{name}", "role": "assistant", "content": [part]})
+            output.append(_message(name, [_part(answer.text)]))
         for number, call in enumerate(answer.tool_calls):
             ids = {"id": f"fc_{name}_{number}", "call_id": call["id"]}
             output.append({"type": "function_call", **ids, **call["function"]})
-        parsed = running.parsed
-        assert isinstance(parsed, ChatRequest)
-        choice = parsed.tool_choice
-        functions = [tool["function"] for tool in parsed.tools]
+        usage = {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": new,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": prompt + new,
+        }
         return {
-            "id": f"resp_{name}",
-            "object": "response",
-            "created_at": running.created,
-            "model": parsed.model,
+            **_begun(running),
             "status": state,
-            "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "output": [{**item, "status": state} for item in output],
-            "tools": [{"type": "function", **function} for function in functions],
-            "tool_choice": choice if isinstance(choice, str) else {"type": "function", **choice["function"]},
-            "parallel_tool_calls": parsed.parallel_tool_calls,
-            "usage": {
-                "input_tokens": prompt,
-                "input_tokens_details": {"cached_tokens": 0},
-                "output_tokens": new,
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": prompt + new,
-            },
+            "usage": usage,
         }
 
     async def events(self, running: Running) -> AsyncIterator[str]:
@@ -221,30 +209,66 @@ class Responses(Dialect):
             data = {"type": kind, "sequence_number": next(numbers), **fields}
             return f"event: {kind}\ndata: {json.dumps(data)}\n\n"
 
-        # Whatever the backend could send earlier: items are sent when they are known.
-        await asyncio.wait([running.task])
+        yield event("created", response=_begun(running))
+        yield event("in_progress", response=_begun(running))
+        live = running.begun is not None
         try:
+            if live:
+                empty = _message(running.id, [])
+                at: dict[str, Any] = {"output_index": 0, "item_id": empty["id"], "content_index": 0}
+                yield event("output_item.added", output_index=0, item={**empty, "status": "in_progress"})
+                yield event("content_part.added", **at, part=_part(""))
+                async for text in running.pieces():
+                    yield event("output_text.delta", **at, delta=text, logprobs=[])
             whole = self.reply(running)
         except Exception as error:  # the status is sent already
             yield event("error", **failed(error)[1])
             return
-        begun = {**whole, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
-        yield event("created", response=begun)
-        yield event("in_progress", response=begun)
         for index, item in enumerate(whole["output"]):
-            at: dict[str, Any] = {"output_index": index}
-            filled = "arguments" if item["type"] == "function_call" else "content"
-            empty = {**item, "status": "in_progress", filled: type(item[filled])()}
-            yield event("output_item.added", **at, item=empty)
-            at["item_id"] = item["id"]
-            if item["type"] == "function_call":
+            called = item["type"] == "function_call"
+            filled = "arguments" if called else "content"
+            at = {"output_index": index, "item_id": item["id"]}
+            if not live:
+                empty = {**item, "status": "in_progress", filled: type(item[filled])()}
+                yield event("output_item.added", output_index=index, item=empty)
+            if called:
                 yield event("function_call_arguments.delta", **at, delta=item["arguments"])
                 yield event("function_call_arguments.done", **at, name=item["name"], arguments=item["arguments"])
             for number, part in enumerate(item["content"] if item["type"] == "message" else ()):
                 at["content_index"] = number
-                yield event("content_part.added", **at, part={**part, "text": ""})
-                yield event("output_text.delta", **at, delta=part["text"], logprobs=[])
+                if not live:
+                    yield event("content_part.added", **at, part=_part(""))
+                    yield event("output_text.delta", **at, delta=part["text"], logprobs=[])
                 yield event("output_text.done", **at, text=part["text"], logprobs=[])
                 yield event("content_part.done", **at, part=part)
             yield event("output_item.done", output_index=index, item=item)
         yield event(whole["status"], response=whole)
+
+
+def _begun(running: Running) -> dict[str, Any]:
+    """Return a reply of which nothing is known yet."""
+    parsed = running.parsed
+    assert isinstance(parsed, ChatRequest)
+    choice = parsed.tool_choice
+    return {
+        "id": f"resp_{running.id}",
+        "object": "response",
+        "created_at": running.created,
+        "model": parsed.model,
+        "status": "in_progress",
+        "error": None,
+        "incomplete_details": None,
+        "output": [],
+        "tools": [{"type": "function", **tool["function"]} for tool in parsed.tools],
+        "tool_choice": choice if isinstance(choice, str) else {"type": "function", **choice["function"]},
+        "parallel_tool_calls": parsed.parallel_tool_calls,
+        "usage": None,
+    }
+
+
+def _message(name: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"type": "message", "id": f"msg_{name}", "role": "assistant", "content": parts}
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

@@ -130,3 +130,32 @@ def test_models_are_listed_and_found_by_the_names_that_requests_may_give() -> No
                     with pytest.raises(openai.NotFoundError, match="expected one of"):
                         client.chat.completions.create(model=name, messages=QUESTION)
         assert [request.module for request in engine.requests] == [found.partition("/")[2] if modules else ""] * 2
+
+
+def test_text_of_responses_comes_as_it_is_sampled() -> None:
+    engine, app = served(lambda prompt: "In Portugal, by the sea.")
+    engine.pieces = True
+    with (
+        listening(app) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client,
+        client.responses.stream(model="policy", input="Where?") as stream,
+    ):
+        events = list(stream)
+        response = stream.get_final_response()
+    texts = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(texts) == response.output_text == "In Portugal, by the sea." and len(texts) > 3
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert response.usage is not None and response.usage.output_tokens > 3
+
+
+def test_an_agent_of_responses_goes_on_with_its_calls_on_its_served_policy() -> None:
+    engine, app = served(with_tool)
+    tool: Any = {"type": "function", **SEARCH["function"], "strict": False}
+    with listening(app) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        items: Any = [*QUESTION]
+        first = client.responses.create(model="policy", input=items, tools=[tool])
+        (call,) = [item for item in first.output if item.type == "function_call"]
+        items += [item.model_dump(exclude_none=True) for item in first.output]
+        items += [{"type": "function_call_output", "call_id": call.call_id, "output": FOUND}]
+        assert client.responses.create(model="policy", input=items, tools=[tool]).output_text == "Done."
+    assert "Hm." in engine.prompts[1], "thoughts stay as they were sampled"
