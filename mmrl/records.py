@@ -61,6 +61,25 @@ class Example:
     """Fields for the reward alone (gold answers, titles)."""
 
 
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A model's reply, as `ctx.call` returns it."""
+
+    text: str
+    """The completion without special tokens."""
+    parsed: Any
+    """Result of the `parse` function given to `ctx.call`; None without one. With tools, the message that was written
+    where there is no such function, or it raised."""
+    finish: str
+    """`stop`, `eos` or `length`."""
+    tokens: int = 0
+    """Completion tokens."""
+    context: tuple[int, ...] = ()
+    """Prompt and completion token ids: pass the reply as `after=` to go on in the same context, token for token."""
+    logprobs: tuple[float, ...] | None = None
+    """Sampling log-probabilities of the completion's tokens; None where the engine has none."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """Generation by one module: prompt tokens in, completion tokens out.

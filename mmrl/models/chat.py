@@ -132,10 +132,13 @@ def decode_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
 
 
 def marked(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> bool:
-    """Return True if special tokens mark parts of a reply."""
+    """Return True if special tokens mark parts of a reply, or end the thoughts with which each begins."""
+    from mmrl.models.replies import begins_with_thoughts
+
     renderer = _renderer(tokenizer)
     # Most replies have one special token, their end; no template is looked at for them.
-    return any(i in renderer.special and i != tokenizer.eos_token_id and i in renderer.marks for i in ids)
+    inside = any(i in renderer.special and i != tokenizer.eos_token_id and i in renderer.marks for i in ids)
+    return inside or begins_with_thoughts(tokenizer)
 
 
 class _Renderer:

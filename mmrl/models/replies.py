@@ -5,6 +5,8 @@ The tokenizer says how (`response_template`), or TRL, which knows published chat
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import copy
@@ -19,7 +21,11 @@ if TYPE_CHECKING:
 
 _READERS: WeakKeyDictionary[Template, PreTrainedTokenizerBase | None] = WeakKeyDictionary()
 """Copies of tokenizers that read replies; the originals are saved with checkpoints."""
+_THOUGHTFUL: WeakKeyDictionary[Template, bool] = WeakKeyDictionary()
 _PROBLEMS: WeakKeyDictionary[Template, str] = WeakKeyDictionary()
+_THOUGHTS = ("reasoning_content", "thinking")
+"""Names that response templates have for thoughts."""
+_TEXTS = ("content", *_THOUGHTS)
 
 
 def reader(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase | None:
@@ -34,6 +40,10 @@ def reader(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase | None
             with suppress(ValueError):
                 add_response_schema(found)
                 known = True
+        if (written := getattr(found, "response_template", None)) is not None:
+            # Of several texts, as before and after a tool call, transformers would keep the last.
+            texts = {name: {**field, "repeats": True} for name, field in written["fields"].items() if name in _TEXTS}
+            found.response_template = {**written, "fields": {**written["fields"], **texts}}
         _READERS[template] = found if known else None
     return _READERS[template]
 
@@ -46,9 +56,24 @@ def content(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str | Non
     try:
         # Any prompt says what the template writes of the reply itself.
         message = found.parse_response(text, prefix=template_of(tokenizer).write([USER]))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return None
-    return str(message.get("content") or "")
+    return _joined(message.get("content"))
+
+
+def _joined(texts: object) -> str:
+    """Return all texts of a field as one."""
+    return "\n".join(filter(None, texts)) if isinstance(texts, list) else str(texts or "")
+
+
+def begins_with_thoughts(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return True if the prompt opens thoughts that a special token ends: what comes before it is no content."""
+    template = template_of(tokenizer)
+    if template not in _THOUGHTFUL:
+        replies = [tokenizer(f"a{mark}b", add_special_tokens=False).input_ids for mark in template.marks]
+        read = [content(tokenizer, ids) for ids in replies]
+        _THOUGHTFUL[template] = any(text is not None and not text.startswith("a") for text in read)
+    return _THOUGHTFUL[template]
 
 
 def message_of(
@@ -56,7 +81,8 @@ def message_of(
 ) -> Mapping[str, Any]:
     """Return `content`, and where there are any `tool_calls` and `reasoning_content`, of a completion.
 
-    A tool call that cannot be read is content.
+    Tool calls that cannot be read, or that JSON cannot say, are content as they were written, and `unread_call` is
+    true.
     """
     from trl.chat_template_utils import parse_response
 
@@ -64,10 +90,49 @@ def message_of(
         return {"content": ""}
     found = reader(tokenizer)
     assert found is not None  # `tools_problem` was asked
-    message = parse_response(found, list(ids), prefix=list(prompt), tools=[dict(tool) for tool in tools])
-    if "thinking" in message:  # as some templates call it
-        message["reasoning_content"] = message.pop("thinking")
-    return message
+    try:
+        read = parse_response(found, list(ids), prefix=list(prompt), tools=[dict(tool) for tool in tools])
+        calls = read.get("tool_calls") or []
+        # NaN, infinity, half a character
+        json.dumps(calls, ensure_ascii=False, allow_nan=False).encode()
+        empty = [call["function"] for call in calls if not call["function"]["arguments"]]
+        unread = any(call.keys() > {"name", "arguments"} for call in empty) or bool(empty and _wrote_more(found, ids))
+    except (ValueError, RecursionError):
+        unread = True
+    # TRL returns all of it as content.
+    if unread or (not calls and read["content"] == tokenizer.decode(list(ids), skip_special_tokens=True)):
+        text = str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return {"content": text} | ({"unread_call": True} if unread or _begins_call(found, ids) else {})
+    # TRL takes this token off a text, but not off the last of several.
+    message: dict[str, Any] = {"content": _joined(read["content"]).removesuffix(str(tokenizer.eos_token))}
+    if thoughts := _joined(next((read[name] for name in _THOUGHTS if name in read), "")):
+        message["reasoning_content"] = thoughts
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def _begins_call(found: PreTrainedTokenizerBase, ids: Sequence[int]) -> bool:
+    """Return True if a text has what begins a tool call."""
+    field = _calls_field(found)
+    return field is not None and field.open_re.search(found.decode(list(ids))) is not None
+
+
+def _wrote_more(found: PreTrainedTokenizerBase, ids: Sequence[int]) -> bool:
+    """Return True if a tool call has no argument that is marked as one, and text in its place: JSON among XML tags."""
+    field, text = _calls_field(found), found.decode(list(ids))
+    if field is None or field.content != "xml-inline":
+        return False
+    bodies = [field.close_re.split(text[begin.end() :], 1)[0] for begin in field.open_re.finditer(text)]
+    unmarked = [body for body in bodies if not re.search(field.content_args["tag_pattern"], body, re.DOTALL)]
+    return any(re.sub(r"</\w+>", "", body).strip() for body in unmarked)
+
+
+def _calls_field(found: PreTrainedTokenizerBase) -> Any:
+    """Return how tool calls are read, of transformers' type; None where an older transformers reads them."""
+    if (written := getattr(found, "response_template", None)) is None:
+        return None
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+
+    return load_response_template(written).fields.get("tool_calls")
 
 
 def tools_problem(tokenizer: PreTrainedTokenizerBase) -> str:

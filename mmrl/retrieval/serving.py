@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 from mmrl.retrieval.base import Document, Retriever
 from mmrl.retrieval.protocols import LARGEST_REQUEST, BadRequest, read_request, search_r1_item
-from mmrl.system.http_server import BodyRefused, read_body, require_token
+from mmrl.system.http_server import BodyRefused, guard, read_body
+from mmrl.system.user_code import carried
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Request, Response
@@ -61,7 +62,7 @@ class Batches:
                 continue
             try:
                 results = await loop.run_in_executor(
-                    self._thread, self._retriever.search, [query for query, _, _ in batch], [k for _, k, _ in batch]
+                    self._thread, carried(self._retriever.search), [q for q, _, _ in batch], [k for _, k, _ in batch]
                 )
             except Exception as error:
                 for _, _, future in batch:
@@ -82,15 +83,15 @@ def make_app(
         retriever: retriever to serve.
         facts: fields of `/health` beside the status.
         max_batch: queries of one search.
-        token: every request must bring it (`Authorization: Bearer …`); None: anybody may ask.
+        token: every request must bring it (`Authorization: Bearer …`); None: anybody on this machine may ask, but
+            no web page (`http_server.guard`).
     """
     from fastapi import FastAPI
     from fastapi.responses import JSONResponse, Response
 
     app = FastAPI(title="mmrl retriever", docs_url=None, redoc_url=None)
     batches = Batches(retriever, max_batch)
-    if token is not None:
-        require_token(app, token, {"error": True, "message": "a token is needed: Authorization: Bearer TOKEN"})
+    guard(app, token, lambda status, reason: {"error": True, "message": reason})
 
     # Requests are validated in here, not by FastAPI's parameters, whose refusals have a form of their own.
     async def retrieve(request: Request) -> Response:

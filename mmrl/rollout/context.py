@@ -26,11 +26,11 @@ from mmrl.errors import (
     RolloutError,
     ToolFailure,
 )
-from mmrl.records import EMPTY, LARGEST, Call, Example
+from mmrl.records import EMPTY, LARGEST, Call, Example, Reply
 from mmrl.rollout.environment import Environment, Teacher
 from mmrl.rollout.tape import Event, Tape
 from mmrl.system.user_code import finite_numbers, located
-from mmrl.tasks.base import Message, Reply
+from mmrl.tasks.base import Message
 
 MEASURED = frozenset(
     {"calls", "penalty", "length", "finish_length_share", "format_rate", "attempts", "surprise", "reward"}
@@ -143,6 +143,10 @@ class RolloutContext:
     def decode(self, ids: Sequence[int]) -> str:
         """See `mmrl.tasks.base.Context.decode`."""
         return self.env.decode(ids)
+
+    def unchanged_by(self, arguments: Mapping[str, object]) -> bool:
+        """See `mmrl.tasks.base.Context.unchanged_by`."""
+        return self.env.unchanged_by(arguments)
 
     def leave(self) -> None:
         """See `mmrl.tasks.base.Context.leave`."""
@@ -263,12 +267,16 @@ class RolloutContext:
                 completion = Completion(ids=self.env.extend((), text, False), logprobs=None, finish="stop")
             else:
                 completion, text = await self._exchanged_by(substitute, generation, attempt)
+            tools, parse = generation.tools, generation.parse
+            parsed: Any = self.env.read(generation.prompt_ids, completion.ids, tools) if tools else None
             try:
                 # Free text is always well-formed.
-                parsed, failure = self._parsed(generation, completion, text), None
+                if parse is not None:
+                    parsed = parse(parsed if tools else text)
+                failure = None
                 break
             except ParseFailure as error:
-                parsed, failure = None, error
+                failure = error
         call = Call(
             id=generation.call_id,
             example=self.example.id,
@@ -312,13 +320,6 @@ class RolloutContext:
             failure.reply = reply
             raise failure
         return reply
-
-    def _parsed(self, generation: Generation, completion: Completion, text: str) -> object:
-        parse: Callable[[Any], object] | None = generation.parse
-        if not generation.tools:
-            return None if parse is None else parse(text)
-        message = self.env.read(generation.prompt_ids, completion.ids, generation.tools)
-        return message if parse is None else parse(message)
 
     def _difference(self, messages: Sequence[Message] | str) -> str:
         """Describe the first message in which a call differs from the one that the tape has in its place."""

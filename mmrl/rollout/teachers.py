@@ -15,11 +15,11 @@ from mmrl import rng
 from mmrl.engines.base import Completion, Engine
 from mmrl.errors import ReplayDivergence, RolloutError
 from mmrl.models.chat import encode_text, end_of_turn
-from mmrl.records import Call
+from mmrl.records import Call, Reply
 from mmrl.rollout.context import Generation, RolloutContext
 from mmrl.rollout.environment import SamplingSettings, Teacher, make_environment
 from mmrl.rollout.tape import Event
-from mmrl.tasks.base import Reply, Task
+from mmrl.tasks.base import Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -54,18 +54,17 @@ def serve_policy(config: EvalCommandConfig, arguments: ServeArguments, user_keys
     require_undamaged(policy, config.model)
     import torch
 
-    from mmrl.serve.openai_app import Served, make_app
+    from mmrl.serve.policy import ServedPolicy, make_app
 
     torch.set_num_threads(config.hardware.threads or 1)
-    names = models(arguments.name, policy)
     with (
         tempfile.TemporaryDirectory(prefix="mmrl-serve-") as folder,
         stoppable(),
         fixed_engine(config, policy, Path(folder), config.policy) as (engine, tokenizer),
         engine.keeping(),  # a chat's next turn begins with all that was said
     ):
-        app = make_app(Served(engine=engine, tokenizer=tokenizer, models=names), token)
-        listen(app, arguments, snippets(names, arguments), grace_s=5)
+        served = ServedPolicy(engine, tokenizer, list(policy.modules or ()), arguments.name)
+        listen(make_app(served, token), arguments, snippets(served.models, arguments), grace_s=5)
 
 
 def read_token(arguments: ServerArguments) -> str | None:
@@ -96,13 +95,6 @@ def listen(app: FastAPI, arguments: ServerArguments, announce: str, *, grace_s: 
     except KeyboardInterrupt:  # SIGTERM too: the server has answered what it could
         pass
     print("stopped", file=sys.stderr)
-
-
-def models(name: str, policy: Policy) -> dict[str, str]:
-    """Return model name in requests -> module; a name for each module where they have weights of their own."""
-    if policy.modules is None:
-        return {name: ""}
-    return {f"{name}/{module}": module for module in policy.modules}
 
 
 def _checked(config: EvalCommandConfig, user_keys: Collection[str]) -> Policy:
@@ -136,9 +128,9 @@ def _checked(config: EvalCommandConfig, user_keys: Collection[str]) -> Policy:
     return policy
 
 
-def snippets(names: Sequence[str] | dict[str, str], arguments: ServeArguments) -> str:
+def snippets(names: Sequence[str], arguments: ServeArguments) -> str:
     """Return the text that is printed when the server listens; `{url}` stands for its address."""
-    model = next(iter(names))
+    model = names[0]
     key = "'none'" if arguments.token_env is None else f"os.environ['{arguments.token_env}']"
     header = "" if arguments.token_env is None else "import os\n  "
     return (

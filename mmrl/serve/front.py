@@ -9,21 +9,22 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mmrl.errors import LengthFailure, RequestFailure, RolloutError
+from mmrl.records import EMPTY
 from mmrl.serve.protocol import LARGEST_REQUEST, Refused, SamplingRequest, error_object
 from mmrl.system.http_server import BodyRefused, read_body
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI, Response
     from fastapi import Request as HttpRequest
+    from fastapi import Response
 
 log = logging.getLogger("mmrl.serve")
 
+MODULE_HEADER = "x-mmrl-module"
 GONE = 499
 """Status of a reply that nobody reads."""
 
@@ -70,9 +71,19 @@ class Running:
     """Called when the request has ended; true where the client's connection took the whole reply."""
     created: int = 0
     """Seconds since 1970."""
-    id: str = ""
-    """Set where text can be sent before the reply is complete."""
+    begun: asyncio.Future[None] | None = None
+    """Done with the first token, where the text of the only answer is sent in pieces, as it comes."""
     sent: bool = field(default=False, init=False)
+
+    @property
+    def id(self) -> str:
+        """Id of the reply."""
+        return self.finished.id
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt, as soon as anything can be sent."""
+        return self.finished.tokens[0]
 
     @property
     def finished(self) -> Finished:
@@ -80,7 +91,7 @@ class Running:
         return self.task.result()
 
     async def pieces(self) -> AsyncIterator[str]:
-        """Yield the text of a reply that has an id from the start, as it comes."""
+        """Yield the text as it comes."""
         return
         yield
 
@@ -90,12 +101,36 @@ class Running:
 
 
 class Backend(ABC):
-    """Maker of replies."""
+    """Maker of replies.
 
-    models: Collection[str]
-    """Names that requests may give."""
+    Args:
+        modules: of the policy; none where their names make no difference.
+        name: begins the name of each as a model.
+    """
+
     final: bool = False
     """True for a rollout: what failed has ended it, so that a client must not repeat its request."""
+
+    def __init__(self, modules: Sequence[str], name: str = "policy"):
+        self.modules, self.name = modules, name
+
+    @property
+    def models(self) -> Sequence[str]:
+        """Models to choose from."""
+        return [f"{self.name}/{module}" for module in self.modules] or [self.name]
+
+    def named(self, model: str, headers: Mapping[str, str] = EMPTY) -> str | None:
+        """Return the module that a request names, by its model or a header; None where it names none.
+
+        Raises:
+            Refused: there is no such module.
+        """
+        before, _, after = model.partition("/")
+        named = after if before == self.name and after else headers.get(MODULE_HEADER)
+        if named is not None and self.modules and named not in self.modules:
+            text = f"model: got '{named[:100]}', expected one of {', '.join(self.modules)}"
+            raise Refused(404, text, "model", "model_not_found")
+        return named
 
     @abstractmethod
     def refuse_crowd(self) -> None:
@@ -134,37 +169,12 @@ class Dialect(ABC):
         return refusal
 
 
-Find = Callable[["HttpRequest"], Backend]
-"""Returns the backend of a request, or raises `Refused`."""
+async def respond(dialect: Dialect, find: Callable[[HttpRequest], Backend], request: HttpRequest) -> Response:
+    """Return the reply to a request, or its refusal.
 
-
-def add_dialects(app: FastAPI, find: Find, dialects: Mapping[str, Dialect]) -> None:
-    """Add a route for each dialect, by its path."""
-    from fastapi.responses import JSONResponse
-
-    # Plain routes, not FastAPI's typed ones: its own 422 bodies are not errors as OpenAI's clients read them.
-    for path, dialect in dialects.items():
-        app.add_route(path, partial(_respond, dialect, find), methods=["POST"])
-
-    async def models(request: HttpRequest) -> Response:
-        try:
-            names = find(request).models
-        except Refused as refused:
-            return JSONResponse(refused.body(), refused.status)
-        data = [{"id": name, "object": "model", "created": 0, "owned_by": "mmrl"} for name in names]
-        return JSONResponse({"object": "list", "data": data})
-
-    async def missing(request: HttpRequest, error: Exception) -> Response:
-        status = getattr(error, "status_code", 500)
-        return JSONResponse(error_object(status, f"{request.method} {request.url.path}: not here"), status_code=status)
-
-    app.add_route("/v1/models", models)
-    for status in (404, 405):
-        app.add_exception_handler(status, missing)
-
-
-async def _respond(dialect: Dialect, find: Find, request: HttpRequest) -> Response:
-    """Return the reply to a request, or its refusal."""
+    Args:
+        find: returns the backend of a request, or raises `Refused`.
+    """
     from fastapi.responses import JSONResponse
 
     final = False
@@ -203,26 +213,20 @@ async def _until_ready(running: Running, request: HttpRequest) -> None:
     Raises:
         Refused: nobody is there to read the reply.
     """
-    if running.parsed.stream and running.id:
-        # What is refused at once (a prompt that is too long) comes before the status. After one turn of the loop the
-        # task has passed the engine's checks.
-        await asyncio.sleep(0)
-        if running.task.done():
-            running.task.result()
-        return
     # Decoding on for a client that has gone would keep a place in the batch. After the body only its leaving can come;
     # noticed at once, so that a client that repeats its request at once finds its reply under way.
     gone = asyncio.ensure_future(request.receive())
-    either: list[asyncio.Future[Any]] = [running.task, gone]
+    ready: asyncio.Future[Any] = running.begun or running.task
     try:
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([ready, running.task, gone], return_when=asyncio.FIRST_COMPLETED)
     finally:
         gone.cancel()
-    if not running.task.done():
+    if not (ready.done() or running.task.done()):
         raise Refused(GONE, "the client has gone")
     if running.task.cancelled():
         raise Refused(GONE, "the rollout has ended, or another client left this call")
-    running.task.result()
+    if running.task.done():
+        running.task.result()
 
 
 async def _all_sent(dialect: Dialect, running: Running) -> AsyncIterator[str]:

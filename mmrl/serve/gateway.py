@@ -12,17 +12,15 @@ import itertools
 import json
 import os
 import secrets
-import socket
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mmrl.serve.anthropic_dialect import Messages
-from mmrl.serve.front import Backend, Finished, Running, add_dialects, failed
-from mmrl.serve.openai_dialect import ChatCompletions
-from mmrl.serve.protocol import LARGEST_REQUEST, RecordedRequest, Refused, SamplingRequest
-from mmrl.system.http_server import read_body
+from mmrl.serve.front import Backend, Finished, Running, failed
+from mmrl.serve.protocol import LARGEST_REQUEST, ChatRequest, Refused, SamplingRequest
+from mmrl.serve.routes import add_routes
+from mmrl.system.http_server import listening, make_server, read_body
 from mmrl.system.portal import io_loop
 
 if TYPE_CHECKING:
@@ -35,7 +33,6 @@ MOST_FILES = 65_536
 """Files that this process may open, as far as the system lets it."""
 RETRY_S = 5.0
 """A client that has gone may come back for its reply within this time; then the call ends, and its slot is free."""
-MODULE_HEADER = "x-mmrl-module"
 ENDED = "there is no rollout of this key, or it has ended"
 
 
@@ -46,8 +43,8 @@ class _Lost(NamedTuple):
     expiry: asyncio.TimerHandle
 
 
-Chat = Callable[[RecordedRequest, str | None], Coroutine[Any, Any, Finished]]
-"""Makes the call of a request, whose header may name the module; runs in the rollout's event loop."""
+Chat = Callable[[ChatRequest, str | None], Coroutine[Any, Any, Finished]]
+"""Makes the call of a request, and of the module that it names; runs in the rollout's event loop."""
 Post = Callable[[object], None]
 """Takes the result that an agent posts."""
 
@@ -63,7 +60,7 @@ class Session(Backend):
     final = True
 
     def __init__(self, chat: Chat, post: Post, loop: asyncio.AbstractEventLoop, modules: Sequence[str]):
-        self.models = [f"policy/{module}" for module in modules]
+        super().__init__(modules)
         self.post = post
         self._chat, self._loop = chat, loop
         self._open = 0
@@ -77,8 +74,8 @@ class Session(Backend):
 
     async def begin(self, parsed: SamplingRequest, headers: Mapping[str, str], body: bytes) -> Running:
         """See `Backend.begin`: what a client repeats is one call, with one reply."""
-        assert isinstance(parsed, RecordedRequest)
-        module = headers.get(MODULE_HEADER)
+        assert isinstance(parsed, ChatRequest)
+        module = self.named(parsed.model, headers)
         key = hashlib.sha256(body + b"\0" + (module or "").encode()).digest()
         # The same question a second time is a call of its own: only a client that did not get its reply repeats one.
         # Whatever a header says of retries, a call whose client still waits belongs to that client.
@@ -143,7 +140,6 @@ class Gateway:
         """Listen, in the I/O loop."""
         import resource  # Windows has none
 
-        import uvicorn
         from fastapi import FastAPI
         from starlette.applications import Starlette
         from starlette.routing import Mount
@@ -153,19 +149,14 @@ class Gateway:
         most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
         app = FastAPI(title="mmrl gateway", docs_url=None, redoc_url=None, openapi_url=None)
-        chat, messages = ChatCompletions(RecordedRequest), Messages()
-        add_dialects(app, partial(_of, self._sessions), {"/v1/chat/completions": chat, "/v1/messages": messages})
+        add_routes(app, partial(_of, self._sessions))
         app.add_route("/v1/mmrl/result", self._take_result, methods=["POST"])
-        # By its protocol asyncio knows whose small writes must not wait: else each reply takes 40 ms more (Nagle).
-        listening = socket.socket(proto=socket.IPPROTO_TCP)
-        listening.bind(("127.0.0.1", 0))
-        listening.listen(1024)
-        self._address = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        bound = listening()
+        self._address = f"http://127.0.0.1:{bound.getsockname()[1]}"
         # An agent may work for long between two calls; uvicorn would close its connection after five seconds.
         served = Starlette(routes=[Mount("/{number}", app)])
-        config = uvicorn.Config(served, log_level="error", access_log=False, lifespan="off", timeout_keep_alive=3600)
-        server = uvicorn.Server(config)
-        self._serving = asyncio.get_running_loop().create_task(server.serve(sockets=[listening]))
+        server = make_server(served, log_level="error", timeout_keep_alive=3600)
+        self._serving = asyncio.get_running_loop().create_task(server.serve(sockets=[bound]))
 
     async def _take_result(self, request: HttpRequest) -> Response:
         from fastapi.responses import JSONResponse

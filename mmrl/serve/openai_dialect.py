@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from mmrl.serve.front import Answer, Dialect, Running, failed
-from mmrl.serve.protocol import CompletionRequest, SamplingRequest, parse_request
+from mmrl.serve.protocol import ChatRequest, CompletionRequest, SamplingRequest, parse_request
 
 
 class Completions(Dialect):
@@ -53,7 +53,7 @@ class Completions(Dialect):
             async for text in running.pieces():
                 yield event(0, self.delta(text))
             for index, answer in enumerate(running.finished.answers):
-                if answer.text and not running.id:
+                if answer.text and running.begun is None:
                     yield event(index, self.delta(answer.text))
                 if answer.tool_calls:
                     calls = [{"index": number, **call} for number, call in enumerate(answer.tool_calls)]
@@ -67,21 +67,19 @@ class Completions(Dialect):
         yield "data: [DONE]\n\n"
 
     def _head(self, running: Running, kind: str) -> dict[str, Any]:
-        name = f"{self.prefix}-{running.id or running.finished.id}"
-        return {"id": name, "object": kind, "created": running.created, "model": running.parsed.model}
+        return {
+            "id": f"{self.prefix}-{running.id}",
+            "object": kind,
+            "created": running.created,
+            "model": running.parsed.model,
+        }
 
 
 class ChatCompletions(Completions):
-    """`POST /v1/chat/completions`.
-
-    Args:
-        schema: requests that it takes.
-    """
+    """`POST /v1/chat/completions`."""
 
     prefix, kind, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
-
-    def __init__(self, schema: type[SamplingRequest]):
-        self.schema = schema
+    schema = ChatRequest
 
     def content(self, answer: Answer) -> dict[str, Any]:
         """See `Completions.content`."""

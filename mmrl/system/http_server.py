@@ -1,4 +1,4 @@
-"""An HTTP server of this process: its address, the token that lets a request in, bounded bodies, and its end.
+"""An HTTP server of this process: its address, who is let in, bounded bodies, and its end.
 
 FastAPI and uvicorn are imported when they are needed.
 """
@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+import socket
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from mmrl.config.base import is_loopback
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI, Request, Response
-
+    import uvicorn
+    from fastapi import FastAPI, Request
+    from starlette.datastructures import Headers
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
 BODY_S = 10.0
 """Seconds for the whole body of a request."""
@@ -31,24 +37,57 @@ class BodyRefused(Exception):
         self.status = status
 
 
-def require_token(app: FastAPI, token: str, refusal: object) -> None:
-    """Answer 401 to whatever does not bring the token, before anything of the request is read.
+def guard(app: FastAPI, token: str | None, refusal: Callable[[int, str], object]) -> None:
+    """Let in who may ask, before anything of a request is read: 401 for others, 403 for web pages.
 
     Args:
-        token: token of `Authorization: Bearer …`.
-        refusal: sent as JSON.
+        token: token of `Authorization: Bearer …`, or of `X-Api-Key`; None: whoever is on this machine may ask, but no
+            page that a browser on it shows. A page asks by its own address (`Origin`), or under a name of its own that
+            it points at this machine (`Host`; DNS rebinding).
+        refusal: status and reason -> what is sent as JSON.
     """
-    from fastapi.responses import JSONResponse
+    app.add_middleware(_Guard, token=token, refusal=refusal)
 
-    expected = f"Bearer {token}".encode()
 
-    @app.middleware("http")
-    async def check(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
-        header = request.headers.get("authorization", "").encode("utf-8", "replace")
+class _Guard:
+    """ASGI middleware of `guard`; not Starlette's function, which stands between a request and its client's leaving."""
+
+    def __init__(self, app: ASGIApp, token: str | None, refusal: Callable[[int, str], object]):
+        self._app, self._token, self._refusal = app, token, refusal
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        from starlette.datastructures import Headers
+        from starlette.responses import JSONResponse
+
+        headers = Headers(scope=scope)
+        problem = _foreign(headers) if self._token is None else _unknown(headers, self._token)
+        if problem is None:
+            await self._app(scope, receive, send)
+            return
+        status, reason = problem
+        authenticate = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+        await JSONResponse(self._refusal(status, reason), status, headers=authenticate)(scope, receive, send)
+
+
+def _unknown(headers: Headers, token: str) -> tuple[int, str] | None:
+    for name, expected in (("authorization", f"Bearer {token}"), ("x-api-key", token)):
         # as long for a wrong first letter as for a wrong last one
-        if not hmac.compare_digest(header, expected):
-            return JSONResponse(refusal, status_code=401, headers={"WWW-Authenticate": "Bearer"})
-        return await call_next(request)
+        if hmac.compare_digest(headers.get(name, "").encode("utf-8", "replace"), expected.encode()):
+            return None
+    return 401, "a token is needed: Authorization: Bearer TOKEN"
+
+
+def _foreign(headers: Headers) -> tuple[int, str] | None:
+    addresses = [("Host", f"//{host}") for host in headers.getlist("host")]
+    for name, address in [*addresses, *(("Origin", origin) for origin in headers.getlist("origin"))]:
+        try:
+            local = is_loopback(urlsplit(address).hostname or "")
+        except ValueError:
+            local = False
+        if not local:
+            shown = address.removeprefix("//")[:100]
+            return 403, f"{name}: got '{shown}', expected localhost or 127.0.0.1; a server with a token takes any"
+    return None
 
 
 async def read_body(request: Request, limit: int) -> bytes:
@@ -89,22 +128,38 @@ def serve(app: FastAPI, host: str, port: int, *, announce: str = "", grace_s: in
     Raises:
         OSError: the address is taken, or not of this machine.
     """
-    import socket
+    bound = listening(host, port)
+    address = f"[{host}]" if ":" in host else host
+    if announce:
+        print(announce.replace("{url}", f"http://{address}:{bound.getsockname()[1]}"), flush=True)
+    make_server(app, log_level="warning", timeout_graceful_shutdown=grace_s).run(sockets=[bound])
 
-    import uvicorn
 
+def listening(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
+    """Return a socket that listens.
+
+    Raises:
+        OSError: see `serve`.
+    """
     # By its protocol asyncio knows whose small writes must not wait: else each reply takes 40 ms more (Nagle).
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     # A server that was just stopped leaves its port in TIME_WAIT for a minute.
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listening.bind((host, port))
-    # Listen before the address is printed: a reader may connect at once.
-    listening.listen(1024)
-    address = f"[{host}]" if ":" in host else host
-    config = uvicorn.Config(
-        app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=grace_s
-    )
-    if announce:
-        print(announce.replace("{url}", f"http://{address}:{listening.getsockname()[1]}"), flush=True)
-    uvicorn.Server(config).run(sockets=[listening])
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.bind((host, port))
+    # Listen before the address is told: a reader may connect at once.
+    bound.listen(1024)
+    return bound
+
+
+def make_server(app: ASGIApp, **options: Any) -> uvicorn.Server:
+    """Return a server of this process, to be run with a socket.
+
+    Args:
+        options: of `uvicorn.Config`.
+    """
+    import uvicorn
+
+    from mmrl.system.http_connection import Connection
+
+    return uvicorn.Server(uvicorn.Config(app, http=Connection, access_log=False, lifespan="off", **options))

@@ -64,18 +64,34 @@ async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
 
     def work() -> None:
         try:
-            outcome.set_result(context.run(function, *args, **kwargs))
-        except (StopIteration, CancelledError) as error:  # which mean something else to whoever awaits them
-            failure = RuntimeError(f"{type(error).__name__}: {error}")
-            failure.__traceback__ = error.__traceback__
-            outcome.set_exception(failure)
+            outcome.set_result(context.run(carried(function), *args, **kwargs))
         except Exception as error:
             outcome.set_exception(error)
-        except BaseException as error:  # SystemExit in a user's code ends its rollout, not the run
-            outcome.set_exception(ProgramFailure(f"{type(error).__name__}: {error}"))
 
     threading.Thread(target=work, name="mmrl-user-code", daemon=True).start()
     return await asyncio.wrap_future(outcome)
+
+
+def carried(function: Callable[P, T]) -> Callable[P, T]:
+    """Return a function for another thread, which raises what a future can carry to whoever awaits it.
+
+    No future takes a StopIteration: whoever waited would wait for ever. A cancellation would be taken for the waiter's
+    own, and what ends a process (SystemExit) ends what was asked for, not the run.
+    """
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except (StopIteration, CancelledError) as error:
+            failure = RuntimeError(f"{type(error).__name__}: {error}")
+            failure.__traceback__ = error.__traceback__
+            raise failure from None
+        except Exception:
+            raise
+        except BaseException as error:
+            raise ProgramFailure(f"{type(error).__name__}: {error}") from None
+
+    return call
 
 
 async def on_agent_loop(result: Awaitable[T]) -> T:

@@ -12,31 +12,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict, runtime_checkable
 
-from mmrl.records import EMPTY, Call, Example
+from mmrl.records import EMPTY, Call, Example, Reply
 
 if TYPE_CHECKING:
     from mmrl.engines.openai import OpenAIChat
 
 Message = Mapping[str, Any]
 """`{"role": "system" | "user" | "assistant", "content": text}`; with tools also the role `tool`, and `tool_calls`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """Result of `ctx.call`."""
-
-    text: str
-    """The completion without special tokens."""
-    parsed: Any
-    """Result of the `parse` function given to `ctx.call`; None without one."""
-    finish: str
-    """`stop`, `eos` or `length`."""
-    tokens: int = 0
-    """Completion tokens."""
-    context: tuple[int, ...] = ()
-    """Prompt and completion token ids: pass the reply as `after=` to go on in the same context, token for token."""
-    logprobs: tuple[float, ...] | None = None
-    """Sampling log-probabilities of the completion's tokens; None where the engine has none."""
 
 
 class Context(Protocol):
@@ -71,12 +53,17 @@ class Context(Protocol):
             facts: numbers that the module's penalty and behaviour metrics need (e.g. `{"documents": 10}`); `state`, a
                 text, names what the call is made in: GiGPO compares calls of the same state.
             tools: functions that the model may call, as in OpenAI's protocol. `parse` then gets the message that was
-                written (`content`, `tool_calls`), which is also `Reply.parsed` without one.
+                written (`content`, `tool_calls`, `unread_call` where one cannot be read), which is also `Reply.parsed`
+                without one.
         """
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens."""
+        ...
+
+    def unchanged_by(self, arguments: Mapping[str, object]) -> bool:
+        """Return True if prompts are the same with these further arguments of the model's chat template."""
         ...
 
     def leave(self) -> None:

@@ -49,6 +49,8 @@ class Scripted(Engine):
     live: int = 0
     waiting: int = 0
     cancelled: int = 0
+    pieces: bool = False
+    """Says each token as it comes."""
 
     async def generate(self, request: Request) -> Completion:
         self.requests.append(request)
@@ -64,6 +66,8 @@ class Scripted(Engine):
         ids = tuple(encode_text(self.tokenizer, self.reply(request)))[: request.sampling.max_tokens]
         whole = len(ids) < request.sampling.max_tokens
         ids = (*ids, self.tokenizer.eos_token_id) if whole else ids
+        for token in ids if self.pieces and request.on_token is not None else ():
+            request.on_token(token)  # type: ignore[misc]
         return Completion(ids=ids, logprobs=(-0.25,) * len(ids), finish="eos" if whole else "length")
 
     def reply(self, request: Request) -> str:

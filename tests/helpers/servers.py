@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import threading
 import time
 import urllib.error
@@ -19,6 +18,7 @@ from typing import Any
 from mmrl.retrieval.base import Document
 from mmrl.retrieval.bm25 import Bm25Retriever
 from mmrl.retrieval.serving import make_app
+from mmrl.system import http_server
 from tests.helpers.programs import DOCUMENTS as PASSAGES
 
 
@@ -127,11 +127,8 @@ DOCUMENTS = [Document(id=f"d{n}", **fields) for n, fields in enumerate(PASSAGES)
 @contextmanager
 def listening(app: Any) -> Iterator[str]:
     """Serve an ASGI application on a free port; yields its address."""
-    import uvicorn
-
-    bound = socket.socket()
-    bound.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", timeout_graceful_shutdown=1))
+    bound = http_server.listening()
+    server = http_server.make_server(app, log_level="error", timeout_graceful_shutdown=1)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
     thread.start()
     while not server.started:

@@ -15,7 +15,7 @@ from mmrl.models import tokenizer as loading
 from mmrl.models.chat import encode_text, render_observation, render_prompt
 from mmrl.models.load import load_tokenizer
 from mmrl.models.template import as_saved
-from mmrl.tasks.gateway.recorder import _named
+from mmrl.serve.conversations import _named
 from scripts.models.templates import save_tokenizer
 from tests.models.test_models import TEMPLATE, THINKING, make_folder, make_tokenizer
 

@@ -16,6 +16,7 @@ from mmrl.credit.scored import scored_rollouts
 from mmrl.engines.base import Completion
 from mmrl.engines.embedded.batcher import Batcher
 from mmrl.errors import LimitFailure, ParseFailure, Stopped
+from mmrl.records import Reply
 from mmrl.rollout.environment import Teacher
 from mmrl.rollout.plans import (
     Exchange,
@@ -29,7 +30,7 @@ from mmrl.rollout.plans import (
 )
 from mmrl.rollout.sample import sample
 from mmrl.stages.step_metrics import forest_metrics
-from mmrl.tasks.base import ModuleScore, Reply, Score
+from mmrl.tasks.base import ModuleScore, Score
 from mmrl.tasks.dspy.own import FunctionProgram
 from tests.engines.test_batcher import Counter
 from tests.helpers.programs import (

@@ -17,8 +17,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import openai
@@ -31,12 +30,13 @@ from mmrl.engines import EngineSetup, build_engine
 from mmrl.engines.base import Completion, Engine, Request, Sampling
 from mmrl.models.chat import decode_text, encode_text, render_prompt
 from mmrl.models.load import load_model, load_tokenizer
-from mmrl.models.policy import Policy
-from mmrl.run.serve import ServeArguments, models, snippets
-from mmrl.serve.openai_app import Served, make_app
+from mmrl.run.serve import ServeArguments, snippets
+from mmrl.serve.policy import ServedPolicy, _Running, make_app
+from mmrl.serve.protocol import ChatRequest
 from tests.helpers.servers import fetch_json, listening
 
 TOKEN = "serve-token-0123456789"
+TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type": "object", "properties": {}}}}
 ASK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where is Porto?"}]
 
 
@@ -53,7 +53,7 @@ def engine_of(folder: str) -> tuple[Engine, Any]:
 def served(random_model: str) -> Iterator[tuple[str, Engine, Any]]:
     """Address of a server of a random model; mmrl's own engine on the same weights; its tokenizer."""
     engine, tokenizer = engine_of(random_model)
-    with listening(make_app(Served(engine=engine, tokenizer=tokenizer, models={"policy": ""}), TOKEN)) as url:
+    with listening(make_app(ServedPolicy(engine, tokenizer), TOKEN)) as url:
         yield f"{url}/v1", engine_of(random_model)[0], tokenizer
 
 
@@ -108,19 +108,18 @@ def test_a_stop_string_is_left_out_of_whole_and_streamed_text(served: Any) -> No
 
 
 def test_requests_at_once_each_get_their_own_reply_and_equal_seeds_equal_ones(served: Any) -> None:
-    async def asked() -> list[str | None]:
+    async def asked() -> list[list[str | None]]:
         async with openai.AsyncOpenAI(base_url=served[0], api_key=TOKEN) as asking:
-            questions = [[{"role": "user", "content": f"Number {n}?"}] for n in (1, 2, 1)]
             replies = await asyncio.gather(
                 *(
-                    asking.chat.completions.create(model="policy", messages=q, max_tokens=16, seed=7)  # type: ignore[arg-type]
-                    for q in questions
+                    asking.chat.completions.create(model="policy", messages=ASK, max_tokens=16, seed=seed, n=2)  # type: ignore[arg-type]
+                    for seed in (7, 8, 7)
                 )
             )
-        return [reply.choices[0].message.content for reply in replies]
+        return [[choice.message.content for choice in reply.choices] for reply in replies]
 
     first, second, again = asyncio.run(asked())
-    assert first == again != second
+    assert first == again != second and first[0] != first[1]
 
 
 def test_dspy_reads_from_it(served: Any) -> None:
@@ -154,7 +153,6 @@ def test_the_printed_snippets_run(served: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "status", "says"),
     [
-        ({"model": "gpt"}, 404, "expected one of policy"),
         ({"messages": [{"role": "user", "content": "x " * 5000}]}, 400, "context_length_exceeded"),
         ({"messages": [{"role": "user", "content": "x " * 5000}], "stream": True}, 400, "context_length_exceeded"),
         ({"messages": []}, 400, "messages"),
@@ -164,13 +162,14 @@ def test_the_printed_snippets_run(served: Any) -> None:
             400,
             "reads text alone",
         ),
-        ({"n": 2}, 400, "n: this server does not have it"),
-        ({"tools": [{"type": "function"}]}, 400, "tools: this server does not have it"),
-        ({"logprobs": True}, 400, "logprobs: this server does not have it"),
+        ({"n": 99}, 400, "n: Input should be less than or equal to 16"),
+        ({"tools": [{"type": "function"}]}, 400, "expected {type: function, function: {name"),
+        ({"tools": [TOOL]}, 400, "tools: the model's chat template does not write them; leave them out"),
+        ({"logit_bias": {"5": 1}}, 400, "logit_bias: this server does not have it"),
         ({"max_tokens": 0}, 400, "max_tokens"),
         ({"temperature": -1}, 400, "temperature"),
         ({"stop": ["x"] * 99}, 400, "stop: expected at most 16"),
-        ({"extra_body": {"min_p": 0.1}}, 400, "min_p: unknown field"),
+        ({"extra_body": {"min_p": 0.1}}, 400, "min_p: this server does not have it"),
         ({"messages": [{"role": "user", "content": "x" * (5 << 20)}]}, 413, "more than 4194304 bytes"),
     ],
     ids=lambda value: str(value)[:40],
@@ -219,9 +218,10 @@ def tiny() -> Any:
 
 
 class Gate(Engine):
-    """Completes nothing until as many requests wait as it was told; then names each one's module."""
+    """Completes nothing, but a first token, until as many requests wait as it was told; then names each module."""
 
-    def __init__(self, together: int):
+    def __init__(self, together: int, token: bool = False):
+        self.token = token
         self.together, self.waiting, self.asked = together, 0, [0]
         self.opened: asyncio.Event | None = None
         self.cancelled = 0
@@ -232,6 +232,8 @@ class Gate(Engine):
         self.asked.append(self.waiting)
         if self.waiting >= self.together:
             self.opened.set()
+        if self.token and request.on_token is not None:
+            request.on_token(encode_text(tiny(), "a")[0])
         try:
             await self.opened.wait()
         except asyncio.CancelledError:
@@ -245,8 +247,8 @@ class Gate(Engine):
         return Completion(ids=ids, logprobs=None, finish="eos")
 
 
-def app_of(engine: Engine, names: dict[str, str] | None = None) -> Any:
-    return make_app(Served(engine=engine, tokenizer=tiny(), models=names or {"policy": ""}))
+def app_of(engine: Engine, modules: Sequence[str] = ()) -> Any:
+    return make_app(ServedPolicy(engine, tiny(), modules))
 
 
 def none_left(url: str) -> bool:
@@ -258,9 +260,8 @@ def none_left(url: str) -> bool:
 
 
 def test_each_module_is_a_model_of_its_own_and_requests_wait_together() -> None:
-    policy = Policy(base="x", modules={"rewriter": "one", "answerer": "two", "broken": "one"})
-    names = models("policy", policy)
-    assert list(names) == ["policy/rewriter", "policy/answerer", "policy/broken"]
+    modules = ["rewriter", "answerer", "broken"]
+    names = [f"policy/{module}" for module in modules]
     engine = Gate(together=3)
 
     async def asked(url: str) -> list[Any]:
@@ -270,7 +271,7 @@ def test_each_module_is_a_model_of_its_own_and_requests_wait_together() -> None:
                 return_exceptions=True,
             )
 
-    with listening(app_of(engine, names)) as url:
+    with listening(app_of(engine, modules)) as url:
         one, other, broken = asyncio.run(asked(url))
     assert [one.choices[0].message.content, other.choices[0].message.content] == ["rewriter", "answerer"]
     assert max(engine.asked) == 3, "all three were in the engine at once"
@@ -280,7 +281,7 @@ def test_each_module_is_a_model_of_its_own_and_requests_wait_together() -> None:
 def test_more_requests_than_allowed_are_told_to_come_back_and_who_goes_away_is_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("mmrl.serve.openai_app.MOST_REQUESTS", 1)
+    monkeypatch.setattr("mmrl.serve.policy.MOST_REQUESTS", 1)
     engine = Gate(together=99)
 
     async def until(true: Callable[[], bool]) -> None:
@@ -312,13 +313,15 @@ def post(url: str, body: bytes, announced: int | None = None, path: str = "/v1/c
     """A connection on which a request was sent; its body may be shorter than it announces."""
     host, port = url.removeprefix("http://").split(":")
     sent = socket.create_connection((host, int(port)), timeout=30)
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body) if announced is None else announced}\r\n\r\n"
+    length = len(body) if announced is None else announced
+    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {length}\r\n\r\n"
     sent.sendall(head.encode() + body)
     return sent
 
 
-def test_clients_that_leave_before_a_streams_first_byte_leave_nothing_behind() -> None:
-    engine = Gate(together=99)
+@pytest.mark.parametrize("token", [False, True])
+def test_clients_that_leave_before_a_streams_first_byte_leave_nothing_behind(token: bool) -> None:
+    engine = Gate(together=99, token=token)
     ask = json.dumps({"model": "policy", "messages": ASK, "stream": True}).encode()
     app = app_of(engine)
 
@@ -328,7 +331,11 @@ def test_clients_that_leave_before_a_streams_first_byte_leave_nothing_behind() -
         parts = iter([{"type": "http.request", "body": ask}])
 
         async def receive() -> dict[str, Any]:
-            return next(parts, {"type": "http.disconnect"})
+            if part := next(parts, None):
+                return part
+            while token or not engine.waiting:  # leaves when the engine has the request, or cannot be sent its token
+                await asyncio.sleep(0.001)
+            return {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
             raise OSError("the client has gone")
@@ -351,7 +358,7 @@ def test_clients_that_leave_before_a_streams_first_byte_leave_nothing_behind() -
 def test_bodies_that_do_not_come_hold_no_place(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("mmrl.serve.openai_app.MOST_REQUESTS", 2)
+    monkeypatch.setattr("mmrl.serve.policy.MOST_REQUESTS", 2)
     monkeypatch.setattr("mmrl.system.http_server.BODY_S", 1.0)
     app = app_of(Gate(together=1))
     with listening(app) as url:
@@ -394,8 +401,6 @@ def test_mistakes_of_a_client_are_its_own(served: Any, fields: dict[str, Any]) -
 
 
 def test_text_comes_in_whole_characters_however_tokens_cut_them(random_model: str) -> None:
-    from mmrl.serve.openai_app import _Running
-
     tokenizer = load_tokenizer(ModelConfig(name="random", path=random_model))
     text = "Olá, ação — 東京 🙂!"
     ids = tuple(tokenizer.encode(text, add_special_tokens=False))
@@ -409,13 +414,8 @@ def test_text_comes_in_whole_characters_however_tokens_cut_them(random_model: st
             return Completion(ids=ids, logprobs=None, finish="eos")
 
     async def pieces(stop: tuple[str, ...]) -> list[str]:
-        from mmrl.serve.protocol import ChatRequest
-
-        asked = ChatRequest(model="policy", messages=[{"role": "user", "content": "x"}], stream=True)  # type: ignore[list-item]
-        request = Request(prompt_ids=(5,), sampling=replace(Sampling(max_tokens=9), stop=stop))
-        running = _Running(
-            Served(engine=Says(), tokenizer=tokenizer, models={"policy": ""}), asked, request, lambda: None
-        )
+        asked = ChatRequest(model="policy", messages=[{"role": "user", "content": "x"}], stream=True, stop=list(stop))  # type: ignore[list-item]
+        running = _Running(ServedPolicy(Says(), tokenizer), asked, "")
         return [piece async for piece in running.pieces()]
 
     whole = asyncio.run(pieces(()))

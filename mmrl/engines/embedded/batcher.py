@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from mmrl.engines.base import Completion, Engine, Request
 from mmrl.errors import EngineFailure, RolloutError
+from mmrl.system.user_code import carried
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -256,7 +257,7 @@ class Batcher(Engine):
         if pool is None:
             self._decode(admitted, time.monotonic() + YIELD_S)
         else:
-            await asyncio.get_running_loop().run_in_executor(pool, self._decode, admitted, None)
+            await asyncio.get_running_loop().run_in_executor(pool, carried(self._decode), admitted, None)
         self._deliver()
 
     def _decode(self, admitted: Sequence[PendingRequest], until: float | None) -> None:

@@ -14,7 +14,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from mmrl.tasks.base import Context, Message, Reply
+from mmrl.records import Reply
+from mmrl.tasks.base import Context, Message
 
 CHARS_PER_TOKEN = 64
 """More than the tokens of any readable text have."""

@@ -1,8 +1,4 @@
-"""Requests of an agent as calls of its rollout: module, context, reply, limits; the agent knows nothing of it.
-
-A request whose messages extend those of an earlier call, its reply included, goes on in that call's context, token for
-token (`after=`). Any other opens a new context. Sampled tokens are never rendered again.
-"""
+"""Requests of an agent as calls of its rollout: module, reply, limits; the agent knows nothing of it."""
 
 from __future__ import annotations
 
@@ -13,31 +9,21 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from mmrl.config.tasks import AnyAgentConfig, CallRule
-from mmrl.errors import LimitFailure, ParseFailure, RolloutError
-from mmrl.serve.front import Answer, Finished, until_stop
+from mmrl.errors import LimitFailure, ParseFailure, RequestFailure, RolloutError
+from mmrl.records import Reply
+from mmrl.serve.conversations import Conversations, Messages
+from mmrl.serve.front import Answer, Finished
 from mmrl.serve.gateway import ENDED
-from mmrl.serve.protocol import RecordedRequest, Refused
-from mmrl.tasks.base import Context, Message, Reply
+from mmrl.serve.json_schema import violations
+from mmrl.serve.protocol import ChatRequest, Refused
+from mmrl.tasks.base import Context
 
 log = logging.getLogger("mmrl.gateway")
-
-PREFIX = "policy/"
-"""Begins the model name of a request that names its module."""
-
-
-@dataclass(frozen=True, slots=True)
-class _PastCall:
-    """Call that a later request may extend."""
-
-    module: str
-    tools: str
-    messages: Sequence[Message]
-    """Those of its request, and its reply as clients send it back."""
-    reply: Reply
 
 
 class Recorder:
@@ -51,7 +37,7 @@ class Recorder:
         self.answered = 0
         """Requests that were answered by a rule."""
         self._ctx, self._config = ctx, config
-        self._history: list[_PastCall] = []
+        self._conversations = Conversations(ctx.decode)
         self._contexts: Counter[tuple[int, ...]] = Counter()
         """Replies by the ids up to their end."""
         self._shots: dict[str, int] = {}
@@ -63,8 +49,11 @@ class Recorder:
         self._timer: asyncio.TimerHandle | None = None
         self._watch()
 
-    async def chat(self, parsed: RecordedRequest, header: str | None) -> Finished:
+    async def chat(self, parsed: ChatRequest, named: str | None) -> Finished:
         """Answer a request.
+
+        Args:
+            named: the module that it names.
 
         Raises:
             Refused: it cannot be had.
@@ -77,7 +66,7 @@ class Recorder:
         self._tasks.add(task)
         self._return()
         try:
-            return await self._answered(parsed, header)
+            return await self._answered(parsed, named)
         except RolloutError as error:
             self.failure = self.failure or error
             raise
@@ -114,54 +103,27 @@ class Recorder:
 
     # -- a request
 
-    async def _answered(self, parsed: RecordedRequest, header: str | None) -> Finished:
-        messages = parsed.conversation()
-        module = self._module(parsed.model, header, messages)
+    async def _answered(self, parsed: ChatRequest, named: str | None) -> Finished:
+        module = named or self._module(parsed)
         if isinstance(module, CallRule):
             self.answered += 1
             answer = Answer(text=module.reply or "", finish="stop")
             return Finished(id=reply_id((), self.answered), answers=[answer], tokens=(0, 0))
+        parsed.refuse_other_prompts(self._ctx.unchanged_by)
         self.calls += parsed.n
         if self.calls > self._config.max_calls:
             raise LimitFailure(f"the agent made more than task.max_calls={self._config.max_calls} calls")
-        tools = parsed.functions()
-        key = json.dumps(tools)
-        before = self._extended(module, key, messages)
-        # Replies beyond the demonstrations of the first request, in a context that extends none: a compaction, a drift.
-        replies_in = sum(message["role"] == "assistant" for message in messages)
-        rewritten = before is None and replies_in > self._shots.setdefault(module, replies_in)
-        added = messages if before is None else _named(before.messages[-1], messages[len(before.messages) :])
-        choices = [
-            self._call(parsed, module, added, before, tools, {"rewritten_history": float(rewritten)})
-            for _ in range(parsed.n)
-        ]
-        # Choices are calls of their own, at once; the first to be requested is the first choice.
-        replies = await asyncio.gather(*choices, return_exceptions=True)
-        recorded, answers = [], []
-        for reply in replies:
-            if isinstance(reply, BaseException):
-                raise reply
-            # Two calls may have the same tokens; the second is another reply all the same.
-            self._contexts[reply.context] += 1
-            name = reply_id(reply.context, self._contexts[reply.context])
-            answer = self._answer(parsed, reply, name)
-            self._history.append(_PastCall(module, key, [*messages, _as_sent_back(answer)], reply))
-            recorded.append((name, reply))
-            answers.append(answer)
-        name, first = recorded[0]
-        tokens = len(first.context) - first.tokens, sum(reply.tokens for _, reply in recorded)
-        return Finished(id=name, answers=answers, tokens=tokens)
+        return await self._conversations.answered(parsed, module, partial(self._call, parsed, module), self._name)
 
-    def _module(self, model: str, header: str | None, messages: Sequence[Message]) -> str | CallRule:
-        """Return the module of a request, or the rule that answers it."""
+    def _name(self, reply: Reply) -> str:
+        # Two calls may have the same tokens; the second is another reply all the same.
+        self._contexts[reply.context] += 1
+        return reply_id(reply.context, self._contexts[reply.context])
+
+    def _module(self, parsed: ChatRequest) -> str | CallRule:
+        """Return the module of a request that names none, or the rule that answers it."""
         modules = self._config.modules
-        named = model.removeprefix(PREFIX) if model.startswith(PREFIX) else header
-        if named is not None:
-            if named not in modules:
-                known = f"expected one of {', '.join(modules)}; task.modules=[A,B] names the agent's modules"
-                raise Refused(404, f"model: got '{named[:100]}', {known}", "model")
-            return named
-        system = "\n".join(message["content"] for message in messages if message["role"] == "system")
+        system = "\n".join(message["content"] for message in parsed.conversation() if message["role"] == "system")
         for rule in self._config.rules:
             if re.search(rule.pattern, system):
                 return rule if rule.module is None else rule.module
@@ -174,68 +136,31 @@ class Recorder:
             "model",
         )
 
-    def _extended(self, module: str, tools: str, messages: Sequence[Message]) -> _PastCall | None:
-        """Return the longest earlier call that these messages extend; of equals, the newest."""
-        extended = (
-            past
-            for past in reversed(self._history)
-            if (past.module, past.tools) == (module, tools)
-            and len(past.messages) < len(messages)
-            and list(messages[: len(past.messages)]) == list(past.messages)
-        )
-        return max(extended, key=lambda past: len(past.messages), default=None)
-
     async def _call(
         self,
-        parsed: RecordedRequest,
+        parsed: ChatRequest,
         module: str,
-        messages: Sequence[Message],
-        before: _PastCall | None,
-        tools: Sequence[Message],
-        facts: Mapping[str, float],
+        messages: Messages,
+        after: Reply | None,
+        tools: Messages,
     ) -> Reply:
+        # Replies beyond the demonstrations of the first request, in a context that extends none: a compaction, a drift.
+        replies_in = sum(message["role"] == "assistant" for message in messages)
+        rewritten = after is None and replies_in > self._shots.setdefault(module, replies_in)
         try:
             return await self._ctx.call(
                 module,
                 messages,
-                after=None if before is None else before.reply,
+                after=after,
                 max_tokens=min(parsed.limit, self._config.max_tokens),
                 stop=parsed.stops,
                 parse=lambda value: _checked(parsed, value),
-                facts=facts,
+                facts={"rewritten_history": float(rewritten)},
                 tools=tools,
             )
         except ParseFailure as failure:
             # The agent reads what the model wrote; where it fails over that, the model is to blame.
             return failure.reply
-
-    def _answer(self, parsed: RecordedRequest, reply: Reply, name: str) -> Answer:
-        message: Mapping[str, Any] = reply.parsed if isinstance(reply.parsed, Mapping) else {"content": reply.text}
-        text, stop = until_stop(message["content"], parsed.stops)
-        calls = [
-            {
-                "id": f"call_{name}_{number}",
-                "type": "function",
-                "function": {
-                    "name": call["function"]["name"],
-                    "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
-                },
-            }
-            for number, call in enumerate(message.get("tool_calls") or ())
-        ]
-        logprobs = None
-        if parsed.logprobs:
-            ids = reply.context[len(reply.context) - reply.tokens :]
-            values = reply.logprobs or ()
-            logprobs = [(self._ctx.decode([token]), value) for token, value in zip(ids, values, strict=False)]
-        return Answer(
-            text=text,
-            stop=stop,
-            finish="tool_calls" if calls else "length" if reply.finish == "length" else "stop",
-            tool_calls=calls,
-            reasoning=message.get("reasoning_content") or "",
-            logprobs=logprobs,
-        )
 
 
 def reply_id(context: Sequence[int], number: int) -> str:
@@ -248,29 +173,7 @@ def reply_id(context: Sequence[int], number: int) -> str:
     return hashlib.sha256(",".join(map(str, (number, *context))).encode()).hexdigest()[:24]
 
 
-def _as_sent_back(answer: Answer) -> Message:
-    """Return a reply as clients send it back, in the form of `RecordedRequest.conversation`."""
-    message: dict[str, Any] = {"role": "assistant", "content": answer.text}
-    if answer.tool_calls:
-        message["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}}
-            for call in answer.tool_calls
-        ]
-    return message
-
-
-def _named(reply: Message, added: Sequence[Message]) -> Sequence[Message]:
-    """Return what follows a reply, with the name of its function in each tool result: some templates write it."""
-    names = {call["id"]: call["function"]["name"] for call in reply.get("tool_calls", ())}
-    return [
-        {**message, "name": names[message["tool_call_id"]]}
-        if message["role"] == "tool" and "name" not in message and message.get("tool_call_id") in names
-        else message
-        for message in added
-    ]
-
-
-def _checked(parsed: RecordedRequest, value: Any) -> Any:
+def _checked(parsed: ChatRequest, value: Any) -> Any:
     """Return what a model wrote, a text or a message, if it is of the form that the request asks for.
 
     Raises:
@@ -288,17 +191,44 @@ def _checked(parsed: RecordedRequest, value: Any) -> Any:
         raise ParseFailure(f"tool_choice asks for {wanted}, and the reply calls something else")
     if not parsed.parallel_tool_calls and len(calls) > 1:
         raise ParseFailure(f"parallel_tool_calls is false, and the reply makes {len(calls)} calls")
+    if message.get("unread_call"):
+        raise ParseFailure("a tool call of the reply cannot be read")
+    for call in calls:
+        _check_call(parsed.tools, call["function"])
     form = parsed.response_format
     if form is not None and form.type != "text" and not calls:
-        required = form.required
-        try:
-            read = json.loads(message["content"])
-        except (ValueError, RecursionError):
-            read = None
-        if not isinstance(read, dict):
-            raise ParseFailure("response_format asks for a JSON object, and the reply is none", 0, len(required))
-        if missing := [name for name in required if name not in read]:
-            raise ParseFailure(
-                f"response_format asks for {', '.join(missing)}", len(required) - len(missing), len(required)
-            )
+        _check_form(form.wanted, message["content"])
     return value
+
+
+def _check_call(tools: Messages, called: Mapping[str, Any]) -> None:
+    name, arguments = called["name"], called["arguments"]
+    described = [tool["function"] for tool in tools if tool["function"]["name"] == name]
+    if not described:
+        raise ParseFailure(f"the reply calls {name!r:.60}, which is no tool of the request")
+    if not isinstance(arguments, Mapping):
+        raise ParseFailure(f"{name}: the arguments are no JSON object")
+    # What is no schema describes nothing.
+    with suppress(ValueError):
+        for _, problem in violations(described[0].get("parameters") or {}, arguments):
+            raise ParseFailure(f"{name}: the arguments are not those of its parameters: {problem}")
+
+
+def _check_form(schema: Mapping[str, Any], text: str) -> None:
+    required = schema.get("required", ())
+    try:
+        read = json.loads(text, parse_constant=_no_number)
+    except (ValueError, RecursionError):
+        raise ParseFailure("response_format asks for JSON, and the reply is none", 0, len(required)) from None
+    try:
+        wrong = violations(schema, read)
+    except ValueError as error:
+        raise RequestFailure(f"response_format: {error}") from None
+    if wrong:
+        fields = {field for field, _ in wrong}
+        present = [name for name in required if isinstance(read, dict) and name in read and name not in fields]
+        raise ParseFailure(f"response_format asks for something else: {wrong[0][1]}", len(present), len(required))
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")

@@ -1,0 +1,161 @@
+"""Agents on a served policy: what they ask and read there is what they ask and read in training."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from mmrl.models.chat import render_prompt
+from mmrl.serve import policy
+from mmrl.serve.policy import ServedPolicy, make_app
+from tests.helpers.gateway import Scripted, agent_task, one, tokenizer
+from tests.helpers.servers import fetch_json, listening
+
+CALLED = '<tool_call>\n{"name": "search", "arguments": {"query": "Porto"}}\n</tool_call>'
+FOUND = "Nothing is known of Porto."
+QUESTION: Any = [{"role": "user", "content": "Where?"}]
+SEARCH: Any = {
+    "type": "function",
+    "function": {"name": "search", "parameters": {"type": "object", "properties": {"query": {"type": "string"}}}},
+}
+
+
+def with_tool(prompt: str) -> str:
+    """Thoughts that no prompt of the template would show again, and a call; then the answer."""
+    return "<think>\nSo.\n</think>\n\nDone." if FOUND in prompt else f"<think>\nHm.\n</think>\n\n{CALLED}"
+
+
+def served(answer: Callable[[str], str], **options: Any) -> tuple[Scripted, Any]:
+    """An engine with Qwen3's template, and its served policy."""
+    engine = Scripted(answer, tokenizer("qwen3"))
+    return engine, make_app(ServedPolicy(engine, engine.tokenizer, **options))
+
+
+@pytest.mark.parametrize("module", ["openai_client", "anthropic_client"])
+def test_an_agent_plays_on_its_served_policy_as_it_was_trained(module: str) -> None:
+    """Only the address is another: the same prompts token for token, its own thoughts in them, and the same answer."""
+    agent = importlib.import_module(f"docs.agents.{module}").run
+    training = Scripted(with_tool, tokenizer("qwen3"))
+    rollout, calls = one(agent_task(agent, metric=lambda record, result: float(result == "Done.")), training)
+    assert (rollout.error, rollout.reward, [call.turn for call in calls]) == (None, 1.0, [0, 1])
+    engine, app = served(with_tool)
+    with listening(app) as url:
+        assert asyncio.run(agent({"question": "What is 0?"}, f"{url}/v1", "none")) == "Done."
+        assert fetch_json(f"{url}/health")[1]["requests"] == 0
+    assert [request.prompt_ids for request in engine.requests] == [call.prompt_ids for call in calls]
+    assert "Hm." in engine.prompts[1], "thoughts stay as they were sampled"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_choices_and_log_probabilities_are_those_of_the_gateway(stream: bool) -> None:
+    replies: dict[str, list[Any]] = {}
+
+    async def asked(url: str, key: str, into: str) -> None:
+        async with openai.AsyncOpenAI(base_url=url, api_key=key) as client:
+            options: Any = {"model": "policy/agent", "messages": QUESTION, "n": 2, "logprobs": True, "tools": [SEARCH]}
+            reply = await client.chat.completions.create(**options, stream=stream)
+            parts = [part async for part in reply] if stream else [reply]
+            replies[into] = [choice.model_dump() for part in parts for choice in part.choices]
+            for choice in replies[into]:
+                for call in (choice["delta"] if stream else choice["message"]).get("tool_calls") or ():
+                    call["id"] = "drawn"
+
+    async def agent(example: Any, base_url: str, api_key: str) -> str:
+        await asked(base_url, api_key, "trained")
+        return "0"
+
+    one(agent_task(agent), Scripted(with_tool, tokenizer("qwen3")))
+    with listening(served(with_tool)[1]) as url:
+        asyncio.run(asked(f"{url}/v1", "none", "served"))
+    assert replies["served"] == replies["trained"] != []
+    assert json.dumps(replies["served"]).count("drawn") == 2
+
+
+def test_text_of_anthropics_streams_comes_as_it_is_sampled_and_tokens_are_counted() -> None:
+    engine, app = served(lambda prompt: "In Portugal, by the sea.")
+    engine.pieces = True
+    options: Any = {"model": "claude", "max_tokens": 64, "messages": QUESTION}
+    with (
+        listening(app) as url,
+        anthropic.Anthropic(base_url=url, api_key="none") as client,
+        client.messages.stream(**options) as stream,
+    ):
+        texts = [event.text for event in stream if event.type == "text"]
+        message = stream.get_final_message()
+    assert "".join(texts) == message.content[0].text == "In Portugal, by the sea." and len(texts) > 3  # type: ignore[union-attr]
+    (request,) = engine.requests
+    assert message.usage.input_tokens == len(request.prompt_ids) and message.usage.output_tokens > 3
+    assert message.stop_reason == "end_turn"
+
+
+def test_a_conversation_whose_context_is_no_longer_kept_goes_on_from_its_messages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reply: Any = {"role": "assistant", "content": "In Portugal"}
+    for most, kept in ((2**22, True), (1, False)):
+        monkeypatch.setattr(policy, "MOST_KEPT", most)
+        engine, app = served(lambda prompt: "In Portugal, END")
+        with listening(app) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+            for messages in (QUESTION, [*QUESTION, reply, *QUESTION]):
+                client.chat.completions.create(model="policy", messages=messages, stop=[", END"])
+        prompt = engine.requests[1].prompt_ids
+        assert (prompt == render_prompt(engine.tokenizer, [*QUESTION, reply, *QUESTION])) != kept
+        assert (", END" in engine.prompts[1]) == kept, "what was sampled, and not what was sent"
+
+
+def test_models_are_listed_and_found_by_the_names_that_requests_may_give() -> None:
+    for modules, listed, found, strange in (
+        ((), ["policy"], "policy/any", "other"),
+        (("planner", "worker"), ["policy/planner", "policy/worker"], "policy/worker", "policy/third"),
+    ):
+        engine, app = served(lambda prompt: "x", modules=modules)
+        with listening(app) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            assert [model.id for model in client.models.list()] == listed
+            assert client.models.retrieve(found).id == found
+            with pytest.raises(openai.NotFoundError, match="expected one of"):
+                client.models.retrieve(strange)
+            client.chat.completions.create(model=found, messages=QUESTION)
+            client.chat.completions.create(
+                model="gpt-4o", messages=QUESTION, extra_headers={"X-Mmrl-Module": found.partition("/")[2]}
+            )
+            if modules:
+                for name in (strange, "gpt-4o"):
+                    with pytest.raises(openai.NotFoundError, match="expected one of"):
+                        client.chat.completions.create(model=name, messages=QUESTION)
+        assert [request.module for request in engine.requests] == [found.partition("/")[2] if modules else ""] * 2
+
+
+def test_text_of_responses_comes_as_it_is_sampled() -> None:
+    engine, app = served(lambda prompt: "In Portugal, by the sea.")
+    engine.pieces = True
+    with (
+        listening(app) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client,
+        client.responses.stream(model="policy", input="Where?") as stream,
+    ):
+        events = list(stream)
+        response = stream.get_final_response()
+    texts = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(texts) == response.output_text == "In Portugal, by the sea." and len(texts) > 3
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert response.usage is not None and response.usage.output_tokens > 3
+
+
+def test_an_agent_of_responses_goes_on_with_its_calls_on_its_served_policy() -> None:
+    engine, app = served(with_tool)
+    tool: Any = {"type": "function", **SEARCH["function"], "strict": False}
+    with listening(app) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        items: Any = [*QUESTION]
+        first = client.responses.create(model="policy", input=items, tools=[tool])
+        (call,) = [item for item in first.output if item.type == "function_call"]
+        items += [item.model_dump(exclude_none=True) for item in first.output]
+        items += [{"type": "function_call_output", "call_id": call.call_id, "output": FOUND}]
+        assert client.responses.create(model="policy", input=items, tools=[tool]).output_text == "Done."
+    assert "Hm." in engine.prompts[1], "thoughts stay as they were sampled"
