@@ -68,7 +68,8 @@ class Reply:
     text: str
     """The completion without special tokens."""
     parsed: Any
-    """Result of the `parse` function given to `ctx.call`; None without one."""
+    """Result of the `parse` function given to `ctx.call`; None without one. With tools, the message that was written
+    where there is no such function, or it raised."""
     finish: str
     """`stop`, `eos` or `length`."""
     tokens: int = 0

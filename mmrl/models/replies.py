@@ -5,6 +5,7 @@ The tokenizer says how (`response_template`), or TRL, which knows published chat
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import copy
@@ -21,6 +22,9 @@ _READERS: WeakKeyDictionary[Template, PreTrainedTokenizerBase | None] = WeakKeyD
 """Copies of tokenizers that read replies; the originals are saved with checkpoints."""
 _THOUGHTFUL: WeakKeyDictionary[Template, bool] = WeakKeyDictionary()
 _PROBLEMS: WeakKeyDictionary[Template, str] = WeakKeyDictionary()
+_THOUGHTS = ("reasoning_content", "thinking")
+"""Names that response templates have for thoughts."""
+_TEXTS = ("content", *_THOUGHTS)
 
 
 def reader(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase | None:
@@ -35,6 +39,10 @@ def reader(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase | None
             with suppress(ValueError):
                 add_response_schema(found)
                 known = True
+        if (written := getattr(found, "response_template", None)) is not None:
+            # Of several texts, as before and after a tool call, transformers would keep the last.
+            texts = {name: {**field, "repeats": True} for name, field in written["fields"].items() if name in _TEXTS}
+            found.response_template = {**written, "fields": {**written["fields"], **texts}}
         _READERS[template] = found if known else None
     return _READERS[template]
 
@@ -47,9 +55,14 @@ def content(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str | Non
     try:
         # Any prompt says what the template writes of the reply itself.
         message = found.parse_response(text, prefix=template_of(tokenizer).write([USER]))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return None
-    return str(message.get("content") or "")
+    return _joined(message.get("content"))
+
+
+def _joined(texts: object) -> str:
+    """Return all texts of a field as one."""
+    return "\n".join(filter(None, texts)) if isinstance(texts, list) else str(texts or "")
 
 
 def begins_with_thoughts(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -67,7 +80,8 @@ def message_of(
 ) -> Mapping[str, Any]:
     """Return `content`, and where there are any `tool_calls` and `reasoning_content`, of a completion.
 
-    A tool call that cannot be read is content.
+    Tool calls that cannot be read, or that JSON cannot say, are content as they were written, and `unread_call` is
+    true.
     """
     from trl.chat_template_utils import parse_response
 
@@ -75,10 +89,35 @@ def message_of(
         return {"content": ""}
     found = reader(tokenizer)
     assert found is not None  # `tools_problem` was asked
-    message = parse_response(found, list(ids), prefix=list(prompt), tools=[dict(tool) for tool in tools])
-    if "thinking" in message:  # as some templates call it
-        message["reasoning_content"] = message.pop("thinking")
-    return message
+    try:
+        read = parse_response(found, list(ids), prefix=list(prompt), tools=[dict(tool) for tool in tools])
+        calls = read.get("tool_calls") or []
+        # NaN, infinity, half a character
+        json.dumps(calls, ensure_ascii=False, allow_nan=False).encode()
+        unread = any(
+            call["function"].keys() > {"name", "arguments"} and not call["function"]["arguments"] for call in calls
+        )
+    except (ValueError, RecursionError):
+        unread = True
+    # TRL returns all of it as content.
+    if unread or (not calls and read["content"] == tokenizer.decode(list(ids), skip_special_tokens=True)):
+        text = str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return {"content": text} | ({"unread_call": True} if unread or _begins_call(found, ids) else {})
+    # TRL takes this token off a text, but not off the last of several.
+    message: dict[str, Any] = {"content": _joined(read["content"]).removesuffix(str(tokenizer.eos_token))}
+    if thoughts := _joined(next((read[name] for name in _THOUGHTS if name in read), "")):
+        message["reasoning_content"] = thoughts
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def _begins_call(found: PreTrainedTokenizerBase, ids: Sequence[int]) -> bool:
+    """Return True if a text has what begins a tool call."""
+    if (written := getattr(found, "response_template", None)) is None:
+        return False
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+
+    field = load_response_template(written).fields.get("tool_calls")
+    return field is not None and field.open_re.search(found.decode(list(ids))) is not None
 
 
 def tools_problem(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, lru_cache
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
@@ -27,6 +28,7 @@ USER = {"role": "user", "content": "-"}
 ASKED = "what a message says"
 UNNAMED = "name_of_the_function"
 """Function of a tool result that does not say which."""
+PROBE = {"type": "function", "function": {"name": UNNAMED, "description": "-", "parameters": {"type": "object"}}}
 FIXED = re.compile(r"\{%- set enable_thinking = (true|false) -%\}")
 """Line that mmrl writes before the template of a saved tokenizer, so that whoever loads it renders as in training."""
 SYSTEM_MERGED = (
@@ -80,25 +82,48 @@ class Template:
         self._special = special
         self.source = tokenizer.chat_template
         self.arguments: Mapping[str, Any] = _ARGUMENTS.get(tokenizer, {})
+        self._unchanged = lru_cache(64)(self._compared)
 
-    def write(self, messages: Messages, tools: Tools = (), prompt: bool = True) -> str:
+    def write(self, messages: Messages, tools: Tools = (), prompt: bool = True, **arguments: object) -> str:
         """Return the text of a conversation.
 
         Args:
             prompt: the generation prompt is its end.
+            arguments: of the template, beside its own.
 
         Raises:
             Exception: the template's own, of any type.
         """
         tokenizer = self._tokenizer()
         assert tokenizer is not None  # the caller holds it
-        functions: dict[str, Any] = {"tools": list(tools)} if tools else {}
+        more: dict[str, Any] = {**self.arguments, **arguments, **({"tools": list(tools)} if tools else {})}
         conversation: Any = list(messages)
-        return str(
-            tokenizer.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=prompt, **functions, **self.arguments
-            )
-        )
+        return str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=prompt, **more))
+
+    def unchanged_by(self, arguments: Mapping[str, object]) -> bool:
+        """Return True if the template writes the same with these arguments of a request, JSON values, as without."""
+        return self._unchanged(json.dumps(arguments, sort_keys=True))
+
+    def _compared(self, text: str) -> bool:
+        arguments: dict[str, Any] = json.loads(text)
+        tokenizer = self._tokenizer()
+        assert tokenizer is not None
+        # Another template, say, is an argument of the method.
+        if arguments.keys() & signature(tokenizer.apply_chat_template).parameters.keys():
+            return False
+        thought = {"role": "assistant", "content": "<think>\n-\n</think>\n\n-", "reasoning_content": "-"}
+        found = {"role": "tool", "content": "-", "tool_call_id": "0", "name": UNNAMED}
+        for messages in ([USER], [USER, thought, USER], [USER, _called(1, text=self.text_arguments), found]):
+            for tools in ((), [PROBE]):
+                written = []
+                for more in (dict[str, Any](), arguments):
+                    try:
+                        written.append(self.write(messages, tools, **more))
+                    except Exception as error:  # of Jinja, of a filter, of whatever a template calls
+                        written.append(str(error))
+                if written[0] != written[1]:
+                    return False
+        return True
 
     @cached_property
     def merges(self) -> bool:

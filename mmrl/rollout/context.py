@@ -144,6 +144,10 @@ class RolloutContext:
         """See `mmrl.tasks.base.Context.decode`."""
         return self.env.decode(ids)
 
+    def unchanged_by(self, arguments: Mapping[str, object]) -> bool:
+        """See `mmrl.tasks.base.Context.unchanged_by`."""
+        return self.env.unchanged_by(arguments)
+
     def leave(self) -> None:
         """See `mmrl.tasks.base.Context.leave`."""
         self.env.engine.leave()
@@ -257,12 +261,16 @@ class RolloutContext:
                 completion = Completion(ids=self.env.extend((), text, False), logprobs=None, finish="stop")
             else:
                 completion, text = await self._exchanged_by(substitute, generation, attempt)
+            tools, parse = generation.tools, generation.parse
+            parsed: Any = self.env.read(generation.prompt_ids, completion.ids, tools) if tools else None
             try:
                 # Free text is always well-formed.
-                parsed, failure = self._parsed(generation, completion, text), None
+                if parse is not None:
+                    parsed = parse(parsed if tools else text)
+                failure = None
                 break
             except ParseFailure as error:
-                parsed, failure = None, error
+                failure = error
         call = Call(
             id=generation.call_id,
             example=self.example.id,
@@ -306,13 +314,6 @@ class RolloutContext:
             failure.reply = reply
             raise failure
         return reply
-
-    def _parsed(self, generation: Generation, completion: Completion, text: str) -> object:
-        parse: Callable[[Any], object] | None = generation.parse
-        if not generation.tools:
-            return None if parse is None else parse(text)
-        message = self.env.read(generation.prompt_ids, completion.ids, generation.tools)
-        return message if parse is None else parse(message)
 
     def _difference(self, messages: Sequence[Message] | str) -> str:
         """Describe the first message in which a call differs from the one that the tape has in its place."""

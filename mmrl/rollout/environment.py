@@ -17,7 +17,7 @@ from mmrl.config import AlgoConfig, EvalConfig, TaskConfig
 from mmrl.config.other_stages import SftConfig
 from mmrl.engines.base import Engine
 from mmrl.errors import RequestFailure
-from mmrl.models.chat import decode_text, render_observation, render_prompt
+from mmrl.models.chat import decode_text, render_observation, render_prompt, template_of
 from mmrl.serve.tools import callable_tools, read_message
 from mmrl.tasks.base import Message, Task
 
@@ -119,6 +119,8 @@ class Environment:
     """Version of the policy that samples; None: the newest."""
     read: Callable[[Sequence[int], Sequence[int], Sequence[Message]], Message] = _unread
     """Prompt, completion and tools -> the message that was written: its content and its tool calls."""
+    unchanged_by: Callable[[Mapping[str, object]], bool] = lambda arguments: False
+    """Further arguments of the chat template -> whether prompts are the same with them."""
     teachers: Mapping[str, Teacher] = field(default_factory=dict)
     """Teachers by name, for plans that have rollouts of theirs."""
     retrieving: Stopwatch = field(default_factory=Stopwatch)
@@ -164,6 +166,7 @@ def make_environment(
         extend=partial(render_observation, tokenizer),
         decode=lambda ids: decode_text(tokenizer, ids),
         read=lambda prompt, ids, tools: read_message(tokenizer, prompt, ids, tools),
+        unchanged_by=lambda arguments: template_of(tokenizer).unchanged_by(arguments),
         settings=settings,
         key=key,
     )

@@ -13,7 +13,9 @@ from mmrl.serve.protocol import ChatRequest, SamplingRequest, parse_fields, pars
 
 STOPPED = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 """OpenAI's finish reasons in Anthropic's words."""
-WITHOUT_EFFECT = ("metadata", "service_tier")
+WITHOUT_EFFECT = ("metadata", "service_tier", "cache_control", "inference_geo", "speed")
+NEUTRAL: Mapping[str, Sequence[object]] = {"mcp_servers": ([],), "context_management": ({}, {"edits": []})}
+"""Fields that cannot be had, and the values with which they change nothing."""
 
 
 BLOCKS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
@@ -52,12 +54,26 @@ class _Tool(_Body):
     input_schema: dict[str, Any] = {}
     type: Literal["custom"] = "custom"
     cache_control: dict[str, Any] | None = None
+    strict: bool | None = None
+    eager_input_streaming: bool | None = None
+    defer_loading: Literal[False] | None = None
+    allowed_callers: list[Literal["direct"]] = []
 
 
 class _Choice(_Body):
     type: Literal["auto", "any", "tool", "none"]
     name: str = ""
     disable_parallel_tool_use: bool = False
+
+
+class _Format(_Body):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class _Output(_Body):
+    effort: str | None = None
+    format: _Format | None = None
 
 
 class MessagesRequest(_Body):
@@ -75,6 +91,7 @@ class MessagesRequest(_Body):
     tools: list[_Tool] = []
     tool_choice: _Choice | None = None
     thinking: dict[Literal["type"], Literal["disabled"]] | None = None
+    output_config: _Output = _Output()
 
     def as_openai(self) -> dict[str, Any]:
         """Return the same request in OpenAI's dialect."""
@@ -89,7 +106,10 @@ class MessagesRequest(_Body):
             "top_p": self.top_p,
             "stop": self.stop_sequences,
             "stream": self.stream,
+            "reasoning_effort": self.output_config.effort,
         }
+        if (form := self.output_config.format) is not None:
+            body["response_format"] = {"type": form.type, "json_schema": {"schema": form.schema_}}
         if self.tools:
             body["tools"] = [
                 {
@@ -110,7 +130,7 @@ class Messages(Dialect):
 
     def parse(self, body: bytes) -> SamplingRequest:
         """See `Dialect.parse`."""
-        parsed = parse_fields(MessagesRequest, body, WITHOUT_EFFECT)
+        parsed = parse_fields(MessagesRequest, body, WITHOUT_EFFECT, NEUTRAL)
         return parse_request(ChatRequest, json.dumps(parsed.as_openai()).encode())
 
     def reply(self, running: Running) -> dict[str, Any]:
@@ -154,9 +174,9 @@ def _contents(answer: Answer) -> list[tuple[dict[str, Any], dict[str, Any], dict
         blocks.append(({"type": "text", "text": ""}, text, {"type": "text_delta", **text}))
     for call in answer.tool_calls:
         arguments = call["function"]["arguments"]
-        read = json.loads(arguments)
         empty = {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": {}}
-        filled = {"input": read if isinstance(read, dict) else {}}
+        # As the model wrote them, also where they are no object: an empty one would be other arguments.
+        filled = {"input": json.loads(arguments)}
         blocks.append((empty, filled, {"type": "input_json_delta", "partial_json": arguments}))
     return blocks
 

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, TypeVar
 from mmrl import rng
 from mmrl.engines.base import Completion, Engine, Request, Sampling
 from mmrl.errors import LengthFailure, RequestFailure
-from mmrl.models.chat import decode_text, marked, render_observation, render_prompt
+from mmrl.models.chat import decode_text, marked, render_observation, render_prompt, template_of
 from mmrl.models.template import Messages, Tools
 from mmrl.records import Reply
-from mmrl.serve.conversations import Conversations
+from mmrl.serve.conversations import Conversations, refuse_other_prompts
 from mmrl.serve.front import Answer, Backend, Finished, Running, until_stop
 from mmrl.serve.openai_dialect import Completions
 from mmrl.serve.protocol import ChatRequest, CompletionRequest, Refused, SamplingRequest, error_object
@@ -99,6 +99,11 @@ class ServedPolicy(Backend):
             text = f"model: got '{parsed.model[:100]}', expected one of {', '.join(self.models)}"
             raise Refused(404, text, "model", "model_not_found")
         return _Running(self, parsed, self.modules[0] if module is None else module)
+
+    async def require_prompts(self, parsed: ChatRequest) -> None:
+        """Refuse a request whose prompts would not be those of training; it is found by rendering some."""
+        if parsed.template_arguments:
+            await self._in_thread(lambda: refuse_other_prompts(parsed, template_of(self.tokenizer).unchanged_by))
 
     async def prompt(self, messages: Messages, after: Reply | None, tools: Tools) -> tuple[int, ...]:
         """Return the ids of messages, or of a context with what they add to it.
@@ -194,6 +199,7 @@ class _Running(Running):
 
     async def _finished(self, parsed: SamplingRequest) -> Finished:
         if isinstance(parsed, ChatRequest):
+            await self._policy.require_prompts(parsed)
             answered = self._policy.conversations.answered
             return await answered(parsed, self._module, self._call, lambda reply: secrets.token_hex(12))
         assert isinstance(parsed, CompletionRequest)

@@ -6,7 +6,7 @@ What would change the completion and cannot be had is refused, never passed over
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from mmrl.config.base import Temperature
 from mmrl.records import EMPTY
+from mmrl.serve.json_schema import check_schema
 
 LARGEST_REQUEST = 4 * 2**20
 """Bytes of a request's body."""
@@ -25,6 +26,7 @@ MOST_CHOICES, MOST_TOOLS = 16, 256
 """Choices of a reply (`n`), and tools of a request."""
 WITHOUT_EFFECT = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"),
+    *("prompt_cache_retention", "prediction", "verbosity"),
 )
 """Fields that no completion depends on."""
 NEUTRAL: Mapping[str, Sequence[object]] = {
@@ -40,8 +42,26 @@ NEUTRAL: Mapping[str, Sequence[object]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
+    "function_call": ("none", "auto"),
     "suffix": ("",),
     "modalities": (["text"],),
+    # of vLLM, SGLang and others
+    "min_p": (0,),
+    "typical_p": (1,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "no_repeat_ngram_size": (0,),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+    "stop_token_ids": ([],),
+    "bad_words": ([],),
+    "use_beam_search": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template_kwargs": ({},),
 }
 """Fields that cannot be had, and the values with which they change nothing; null is one for all."""
 
@@ -76,13 +96,13 @@ class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-def _joined(content: object) -> object:
-    """Join the parts of a message into one text."""
+def joined(content: object, kinds: Collection[object] = ("text",)) -> object:
+    """Join the parts of a message, of these types, into one text."""
     if not isinstance(content, list):
         return content
     parts = [part if isinstance(part, Mapping) else {} for part in content]
     # Dropped silently, an image would leave a question about nothing.
-    if any(part.get("type") != "text" or not isinstance(part.get("text"), str) for part in parts):
+    if any(part.get("type") not in kinds or not isinstance(part.get("text"), str) for part in parts):
         raise ValueError("got a part that is no text, and this model reads text alone")
     return "".join(str(part["text"]) for part in parts)
 
@@ -100,7 +120,7 @@ class SamplingRequest(_Body):
     model: str
     temperature: Temperature = Field(1.0, ge=0, le=100)
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)
+    top_k: Annotated[int, BeforeValidator(lambda value: 0 if value == -1 else value)] = Field(0, ge=0)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     stop: str | list[str] | None = None
@@ -140,7 +160,10 @@ def _neutral_message(message: object) -> object:
     """Leave out what clients copy from a reply into the next request and no prompt has."""
     if not isinstance(message, Mapping):
         return message
-    copied = ("refusal", "annotations", "audio", "function_call", "reasoning_content", "reasoning")
+    copied = (
+        *("refusal", "annotations", "audio", "function_call", "reasoning_content", "reasoning", "reasoning_details"),
+        *("thinking_blocks", "provider_specific_fields"),
+    )
     kept = {name: value for name, value in message.items() if value not in (None, []) and name not in copied}
     return {"content": "", **kept}
 
@@ -149,7 +172,7 @@ class Message(_Body):
     """Message of a chat request."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, BeforeValidator(_joined)]
+    content: Annotated[str, BeforeValidator(joined)]
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[OfFunction] = []
@@ -177,18 +200,25 @@ def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
     return {"id": call.get("id", ""), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
+def _of_schema(form: dict[str, Any]) -> dict[str, Any]:
+    schema = form.get("schema") or {}
+    if not isinstance(schema, dict):
+        raise ValueError("expected a JSON schema that is an object")
+    check_schema(schema)
+    return form
+
+
 class ResponseFormat(_Body):
     """`response_format`: a reply that is no such JSON counts as one that does not parse."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: dict[str, Any] = {}
+    json_schema: Annotated[dict[str, Any], AfterValidator(_of_schema)] = {}
 
     @property
-    def required(self) -> Sequence[str]:
-        """Fields that the object must have."""
-        schema = self.json_schema.get("schema")
-        names = schema.get("required") if isinstance(schema, dict) else None
-        return [str(name) for name in names] if isinstance(names, list) else []
+    def wanted(self) -> Mapping[str, Any]:
+        """JSON schema of a reply."""
+        schema: Mapping[str, Any] = self.json_schema.get("schema") or {"type": "object"}
+        return schema
 
 
 class ChatRequest(SamplingRequest):
@@ -200,6 +230,14 @@ class ChatRequest(SamplingRequest):
     tool_choice: Literal["none", "auto", "required"] | OfFunction = "auto"
     response_format: ResponseFormat | None = None
     logprobs: bool = False
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+
+    @property
+    def template_arguments(self) -> Mapping[str, Any]:
+        """Arguments of the chat template, by the fields of the request."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return {**self.chat_template_kwargs, **effort}
 
     def conversation(self) -> list[dict[str, Any]]:
         """Convert messages for a chat template."""

@@ -11,12 +11,17 @@ from mmrl.serve.anthropic_dialect import Messages
 from mmrl.serve.front import Backend, Dialect, respond
 from mmrl.serve.openai_dialect import ChatCompletions
 from mmrl.serve.protocol import Refused, error_object
+from mmrl.serve.responses_dialect import Responses
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Response
     from fastapi import Request as HttpRequest
 
-DIALECTS: Mapping[str, Dialect] = {"/v1/chat/completions": ChatCompletions(), "/v1/messages": Messages()}
+DIALECTS: Mapping[str, Dialect] = {
+    "/v1/chat/completions": ChatCompletions(),
+    "/v1/responses": Responses(),
+    "/v1/messages": Messages(),
+}
 """By path."""
 
 Find = Callable[["HttpRequest"], Backend]

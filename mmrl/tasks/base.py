@@ -53,12 +53,17 @@ class Context(Protocol):
             facts: numbers that the module's penalty and behaviour metrics need (e.g. `{"documents": 10}`); `state`, a
                 text, names what the call is made in: GiGPO compares calls of the same state.
             tools: functions that the model may call, as in OpenAI's protocol. `parse` then gets the message that was
-                written (`content`, `tool_calls`), which is also `Reply.parsed` without one.
+                written (`content`, `tool_calls`, `unread_call` where one cannot be read), which is also `Reply.parsed`
+                without one.
         """
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens."""
+        ...
+
+    def unchanged_by(self, arguments: Mapping[str, object]) -> bool:
+        """Return True if prompts are the same with these further arguments of the model's chat template."""
         ...
 
     def leave(self) -> None:

@@ -56,3 +56,64 @@ def test_a_program_of_dspys_calls_by_its_own_lm():
 
     calls, _ = played("dspy_agent", "dspy", reply)
     assert len(calls) == 3 and all(call.module == "agent" for call in calls)
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("responses", [False, True], ids=["chat", "responses"])
+@pytest.mark.parametrize("model", [None, "gpt-4o"])
+def test_an_agent_of_the_agents_sdk_runs_with_its_defaults(model, responses, streamed):
+    """Its default model brings efforts and verbosity; its default protocol is `/v1/responses`."""
+    agents = pytest.importorskip("agents")
+    from openai import AsyncOpenAI
+    from pydantic import BaseModel
+
+    class Result(BaseModel):
+        value: str
+
+    def search(query: str) -> str:
+        """Find an article."""
+        return FOUND
+
+    async def run(example, base_url, api_key):
+        async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+            provider = agents.OpenAIProvider(openai_client=client, use_responses=responses)
+            config = agents.RunConfig(model_provider=provider, tracing_disabled=True)
+            agent = agents.Agent(
+                name="A", instructions="Answer.", model=model, tools=[agents.function_tool(search)], output_type=Result
+            )
+            if not streamed:
+                return (await agents.Runner.run(agent, example["question"], run_config=config)).final_output.value
+            running = agents.Runner.run_streamed(agent, example["question"], run_config=config)
+            async for _ in running.stream_events():
+                pass
+            return running.final_output.value
+
+    engine = Scripted(lambda prompt: '{"value": "0"}' if FOUND in prompt else CALLED, tokenizer("qwen3"))
+    rollout, calls = one(agent_task(run), engine)
+    assert (rollout.error, rollout.reward) == (None, 1.0), rollout.error_message + rollout.error_traceback
+    assert [(call.turn, call.ok, call.facts["rewritten_history"]) for call in calls] == [(0, True, 0), (1, True, 0)]
+
+
+@pytest.mark.parametrize("responses", [False, True], ids=["chat", "responses"])
+def test_an_agent_with_a_name_goes_on_in_its_context(responses):
+    pytest.importorskip("langgraph")
+    import httpx
+    from langchain_openai import ChatOpenAI
+    from langgraph.prebuilt import create_react_agent
+
+    def search(query: str) -> str:
+        """Find an article."""
+        return FOUND
+
+    async def run(example, base_url, api_key):
+        async with httpx.AsyncClient() as asking:
+            options = {"base_url": base_url, "api_key": api_key, "http_async_client": asking}
+            model = ChatOpenAI(model="gpt-5", use_responses_api=responses, **options)
+            graph = create_react_agent(model, [search], prompt="Answer.", name="researcher")
+            done = await graph.ainvoke({"messages": [("user", example["question"])]})
+        return done["messages"][-1].text
+
+    rollout, calls = one(agent_task(run, metric=lambda record, result: 1.0), Scripted(with_tool, tokenizer("qwen3")))
+    assert rollout.error is None, rollout.error_message + rollout.error_traceback
+    assert rollout.prediction == "Done."
+    assert [(call.turn, call.facts["rewritten_history"]) for call in calls] == [(0, 0), (1, 0)]

@@ -117,7 +117,13 @@ def test_calls_are_read_back_and_their_results_go_on(name: str, results: int) ->
     message = message_of(tokenizer, prompt, ids, TOOLS)
     (read,) = message["tool_calls"]
     assert read["function"]["name"] == "look_up"
-    assert read["function"]["arguments"] in ({"city": "Ulm"}, '{"city": "Ulm"}')
+    assert read["function"]["arguments"] == {"city": "Ulm"}
+    # A text after the call, where the turn goes on after one, is beside it; else all of it is text.
+    ends = [tokenizer.convert_tokens_to_ids(end) for end in template.ends]
+    end = next((n for n, i in enumerate(ids) if i in ends), len(ids))
+    spoken = message_of(tokenizer, prompt, [*ids[:end], *encode_text(tokenizer, "\nDone."), *ids[end:]], TOOLS)
+    assert spoken["content"].endswith("Done.")
+    assert spoken.get("tool_calls") == [read] or spoken["unread_call"]
     if results == 2:
         try:
             template.write([USER, {**call, "tool_calls": call["tool_calls"] * 2}], TOOLS, prompt=False)
@@ -130,6 +136,21 @@ def test_calls_are_read_back_and_their_results_go_on(name: str, results: int) ->
     grown = tokenizer.decode(render_observation(tokenizer, (*prompt, *ids), answers, True)[len(prompt) + len(ids) :])
     places = [grown.find(f"born {n}") for n in range(results)]
     assert -1 not in places and places == sorted(places)
+
+
+def test_arguments_of_a_request_are_compared_by_what_a_template_writes() -> None:
+    changing = {
+        "qwen3": {"enable_thinking": True, "chat_template": "{{ 1 }}", "tools": []},
+        "qwen3_6": {"preserve_thinking": True},
+        "llama3_1": {"tools_in_user_message": False},
+        "gptoss": {"reasoning_effort": "low", "model_identity": "You are Ulm."},
+        "gemma4": {"enable_thinking": True},
+    }
+    same = {"enable_thinking": False, "reasoning_effort": "medium", "tools_in_user_message": True, "strange": [1]}
+    for name, arguments in changing.items():
+        template = template_of(loaded(name))
+        assert not [key for key, value in arguments.items() if template.unchanged_by({key: value})], name
+        assert template.unchanged_by(same), name
 
 
 @pytest.mark.parametrize("name", NAMES)

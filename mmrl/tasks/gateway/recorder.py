@@ -9,15 +9,17 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from mmrl.config.tasks import AnyAgentConfig, CallRule
-from mmrl.errors import LimitFailure, ParseFailure, RolloutError
+from mmrl.errors import LimitFailure, ParseFailure, RequestFailure, RolloutError
 from mmrl.records import Reply
-from mmrl.serve.conversations import Conversations, Messages
+from mmrl.serve.conversations import Conversations, Messages, refuse_other_prompts
 from mmrl.serve.front import Answer, Finished
 from mmrl.serve.gateway import ENDED
+from mmrl.serve.json_schema import violations
 from mmrl.serve.protocol import ChatRequest, Refused
 from mmrl.tasks.base import Context
 
@@ -107,6 +109,7 @@ class Recorder:
             self.answered += 1
             answer = Answer(text=module.reply or "", finish="stop")
             return Finished(id=reply_id((), self.answered), answers=[answer], tokens=(0, 0))
+        refuse_other_prompts(parsed, self._ctx.unchanged_by)
         self.calls += parsed.n
         if self.calls > self._config.max_calls:
             raise LimitFailure(f"the agent made more than task.max_calls={self._config.max_calls} calls")
@@ -186,17 +189,44 @@ def _checked(parsed: ChatRequest, value: Any) -> Any:
         raise ParseFailure("tool_choice asks for a tool call, and the reply has none")
     if wanted is not None and any(call["function"]["name"] != wanted for call in calls):
         raise ParseFailure(f"tool_choice asks for {wanted}, and the reply calls something else")
+    if message.get("unread_call"):
+        raise ParseFailure("a tool call of the reply cannot be read")
+    for call in calls:
+        _check_call(parsed.tools, call["function"])
     form = parsed.response_format
     if form is not None and form.type != "text" and not calls:
-        required = form.required
-        try:
-            read = json.loads(message["content"])
-        except (ValueError, RecursionError):
-            read = None
-        if not isinstance(read, dict):
-            raise ParseFailure("response_format asks for a JSON object, and the reply is none", 0, len(required))
-        if missing := [name for name in required if name not in read]:
-            raise ParseFailure(
-                f"response_format asks for {', '.join(missing)}", len(required) - len(missing), len(required)
-            )
+        _check_form(form.wanted, message["content"])
     return value
+
+
+def _check_call(tools: Messages, called: Mapping[str, Any]) -> None:
+    name, arguments = called["name"], called["arguments"]
+    described = [tool["function"] for tool in tools if tool["function"]["name"] == name]
+    if not described:
+        raise ParseFailure(f"the reply calls {name!r:.60}, which is no tool of the request")
+    if not isinstance(arguments, Mapping):
+        raise ParseFailure(f"{name}: the arguments are no JSON object")
+    # What is no schema describes nothing.
+    with suppress(ValueError):
+        for _, problem in violations(described[0].get("parameters") or {}, arguments):
+            raise ParseFailure(f"{name}: the arguments are not those of its parameters: {problem}")
+
+
+def _check_form(schema: Mapping[str, Any], text: str) -> None:
+    required = schema.get("required", ())
+    try:
+        read = json.loads(text, parse_constant=_no_number)
+    except (ValueError, RecursionError):
+        raise ParseFailure("response_format asks for JSON, and the reply is none", 0, len(required)) from None
+    try:
+        wrong = violations(schema, read)
+    except ValueError as error:
+        raise RequestFailure(f"response_format: {error}") from None
+    if wrong:
+        fields = {field for field, _ in wrong}
+        present = [name for name in required if isinstance(read, dict) and name in read and name not in fields]
+        raise ParseFailure(f"response_format asks for something else: {wrong[0][1]}", len(present), len(required))
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")

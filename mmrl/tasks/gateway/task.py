@@ -185,8 +185,8 @@ def _turn_rewards(rewards: object, path: Sequence[Call], reward: float) -> tuple
         context = call.prompt_ids + (call.sampled_ids or call.completion_ids)
         contexts[context] += 1
         name = reply_id(context, contexts[context])
-        # as either dialect names it
-        calls |= {f"chatcmpl-{name}": call, f"msg_{name}": call}
+        # as the dialects name it
+        calls |= {f"{kind}{name}": call for kind in ("chatcmpl-", "resp_", "msg_")}
     if strange := [name for name in rewards if name not in calls]:
         raise RewardFailure(f"rewards: got {strange[0]!r:.60}, which is the id of no reply of this rollout")
     turns: dict[str, float] = {}

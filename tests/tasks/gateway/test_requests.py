@@ -123,8 +123,10 @@ def test_tools_are_written_and_read_by_the_models_template(template):
         result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "a city <|im_end|>"}
         messages += [message.model_dump(), result]
         reply = await asking.chat.completions.create(model="m", messages=messages, tools=[SEARCH])
-        # Without its tools the history is another one.
+        # A request that leaves the tools out wants no more calls; one with others has another prompt.
         await asking.chat.completions.create(model="m", messages=messages)
+        other = {**SEARCH, "function": {**SEARCH["function"], "name": "other"}}
+        await asking.chat.completions.create(model="m", messages=messages, tools=[other])
         return reply.choices[0].message.content
 
     engine = Scripted(lambda prompt: "a city" if "a city" in prompt else CALLED, tokenizer(template))
@@ -133,7 +135,7 @@ def test_tools_are_written_and_read_by_the_models_template(template):
     assert said[0].finish_reason == "tool_calls"
     assert json.loads(said[0].message.tool_calls[0].function.arguments) == {"query": "Porto"}
     assert '"name": "search"' in engine.prompts[0]
-    assert [call.turn for call in calls] == [0, 1, 0] and rollout.prediction == "a city"
+    assert [call.turn for call in calls] == [0, 1, 1, 0] and rollout.prediction == "a city"
     added = calls[1].prompt_ids[len(calls[0].prompt_ids) + len(calls[0].completion_ids) :]
     assert "a city <|im_end|>" in engine.tokenizer.decode(list(added))
     end = engine.tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -178,19 +180,19 @@ def test_a_reply_of_another_form_than_was_asked_for_does_not_parse_and_is_the_mo
 
 
 @pytest.mark.parametrize(
-    ("choice", "text", "ok"),
+    ("choice", "text", "ok", "called"),
     [
-        ("required", CALLED, True),
-        ("required", "no", False),
-        ("none", CALLED, False),
-        ({"type": "function", "function": {"name": "other"}}, CALLED, False),
-        ({"type": "function", "function": {"name": "search"}}, CALLED, True),
+        ("required", CALLED, True, True),
+        ("required", "no", False, False),
+        ("none", CALLED, False, False),
+        ({"type": "function", "function": {"name": "other"}}, CALLED, False, True),
+        ({"type": "function", "function": {"name": "search"}}, CALLED, True, True),
     ],
 )
-def test_tool_choice_is_what_a_reply_must_parse_as(choice, text, ok):
+def test_tool_choice_is_what_a_reply_must_parse_as(choice, text, ok, called):
     async def work(asking):
         reply = await asking.chat.completions.create(model="m", messages=ASK, tools=[SEARCH], tool_choice=choice)
-        assert bool(reply.choices[0].message.tool_calls) == ok
+        assert bool(reply.choices[0].message.tool_calls) == called
         return "0"
 
     rollout, (call,) = one(agent_task(agent_of(work)), Scripted(lambda prompt: text, tokenizer("qwen3")))
@@ -257,7 +259,8 @@ def test_the_module_is_named_by_the_model_the_header_or_a_rule():
     [
         ({"n": 64}, "n: Input should be less than or equal to 16"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "text alone"),
-        ({"min_p": 0.1}, "min_p: unknown field"),
+        ({"min_p": 0.1}, "min_p: this server does not have it"),
+        ({"mirostat": 2}, "mirostat: unknown field"),
         ({"logit_bias": {"5": 1}}, "logit_bias: this server does not have it"),
         ({"top_logprobs": 3}, "top_logprobs: this server does not have it"),
         ({"messages": []}, "messages"),
@@ -414,3 +417,63 @@ def test_an_agent_of_anthropics_calls_tools_and_reads_streams():
     (delta,) = (event["delta"] for event in events if event["type"] == "content_block_delta")
     assert delta == {"type": "text_delta", "text": "It is a city."}
     assert "a block of type 'image', and this model reads text alone" in refused[0]["error"]["message"]
+
+
+DEFAULTS = {
+    "reasoning_effort": "low",
+    "verbosity": "low",
+    "prompt_cache_retention": "24h",
+    "store": False,
+    "user": "u",
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "top_k": -1,
+    "n": 1,
+    "logit_bias": {},
+    "presence_penalty": 0,
+    "chat_template_kwargs": {"enable_thinking": True},
+    "skip_special_tokens": True,
+    "stop": None,
+}
+
+
+def test_fields_that_change_no_reply_are_taken_and_the_others_named():
+    """By the chat template: Qwen's has a thinking mode, here on, and no effort; that of gpt-oss has an effort."""
+    answers = []
+
+    def asked(template, **body):
+        async def agent(example, base_url, api_key):
+            reply = await post(base_url, api_key, **body)
+            answers.append((reply.status_code, reply.json().get("error", {}).get("param")))
+            return "0"
+
+        one(agent_task(agent), Scripted(lambda prompt: "x", tokenizer(template)))
+        return answers.pop()
+
+    assert asked("qwen3", **DEFAULTS) == (200, None)
+    assert asked("gptoss", reasoning_effort="medium") == (200, None)
+    for template, name, value in (
+        ("gptoss", "reasoning_effort", "high"),
+        ("qwen3", "enable_thinking", False),
+        ("qwen3", "chat_template", "{{ 1 }}"),
+    ):
+        field = name if name == "reasoning_effort" else f"chat_template_kwargs.{name}"
+        body = {name: value} if field == name else {"chat_template_kwargs": {name: value}}
+        assert asked(template, **body) == (400, field)
+
+
+def test_a_reply_that_comes_back_with_the_name_of_its_agent_goes_on():
+    async def work(asking):
+        messages = [{**ASK[1], "name": "user"}]
+        for name in ("planner", "worker"):
+            reply = await asking.chat.completions.create(model="m", messages=messages, tools=[SEARCH])
+            message = {**reply.choices[0].message.model_dump(exclude_none=True), "name": name}
+            messages += [message, {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "x"}]
+        await asking.chat.completions.create(model="m", messages=messages, tools=[SEARCH])
+        # A message that was given with a name is another one under another name.
+        messages[0] = {**messages[0], "name": "other"}
+        await asking.chat.completions.create(model="m", messages=messages, tools=[SEARCH])
+
+    engine = Scripted(lambda prompt: CALLED, tokenizer("qwen3"))
+    _, calls = one(agent_task(agent_of(work), metric=lambda record, result: 0.0), engine)
+    assert [(call.turn, call.facts["rewritten_history"]) for call in calls] == [(0, 0), (1, 0), (2, 0), (0, 1)]
