@@ -55,7 +55,8 @@ def make_app(policy: ServedPolicy, token: str | None = None) -> FastAPI:
     from fastapi.responses import JSONResponse
 
     app = FastAPI(title="mmrl policy", docs_url=None, redoc_url=None, openapi_url=None)
-    guard(app, token, lambda status, text: error_object(status, text, code="invalid_api_key"))
+    codes = {401: "invalid_api_key"}
+    guard(app, token, lambda status, text: error_object(status, text, code=codes.get(status)))
 
     async def health(request: HttpRequest) -> Response:
         return JSONResponse({"status": "ok", "models": policy.models, "requests": policy.in_flight})

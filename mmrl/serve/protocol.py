@@ -87,7 +87,7 @@ class Refused(Exception):
 
 def error_object(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, object]:
     """Return an OpenAI error object."""
-    kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
