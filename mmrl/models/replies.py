@@ -6,6 +6,7 @@ The tokenizer says how (`response_template`), or TRL, which knows published chat
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import copy
@@ -94,9 +95,8 @@ def message_of(
         calls = read.get("tool_calls") or []
         # NaN, infinity, half a character
         json.dumps(calls, ensure_ascii=False, allow_nan=False).encode()
-        unread = any(
-            call["function"].keys() > {"name", "arguments"} and not call["function"]["arguments"] for call in calls
-        )
+        empty = [call["function"] for call in calls if not call["function"]["arguments"]]
+        unread = any(call.keys() > {"name", "arguments"} for call in empty) or bool(empty and _wrote_more(found, ids))
     except (ValueError, RecursionError):
         unread = True
     # TRL returns all of it as content.
@@ -112,12 +112,27 @@ def message_of(
 
 def _begins_call(found: PreTrainedTokenizerBase, ids: Sequence[int]) -> bool:
     """Return True if a text has what begins a tool call."""
-    if (written := getattr(found, "response_template", None)) is None:
+    field = _calls_field(found)
+    return field is not None and field.open_re.search(found.decode(list(ids))) is not None
+
+
+def _wrote_more(found: PreTrainedTokenizerBase, ids: Sequence[int]) -> bool:
+    """Return True if a tool call has no argument that is marked as one, and text in its place: JSON among XML tags."""
+    field, text = _calls_field(found), found.decode(list(ids))
+    if field is None or field.content != "xml-inline":
         return False
+    bodies = [field.close_re.split(text[begin.end() :], 1)[0] for begin in field.open_re.finditer(text)]
+    unmarked = [body for body in bodies if not re.search(field.content_args["tag_pattern"], body, re.DOTALL)]
+    return any(re.sub(r"</\w+>", "", body).strip() for body in unmarked)
+
+
+def _calls_field(found: PreTrainedTokenizerBase) -> Any:
+    """Return how tool calls are read, of transformers' type; None where an older transformers reads them."""
+    if (written := getattr(found, "response_template", None)) is None:
+        return None
     from transformers.utils.chat_parsing.response_templates import load_response_template
 
-    field = load_response_template(written).fields.get("tool_calls")
-    return field is not None and field.open_re.search(found.decode(list(ids))) is not None
+    return load_response_template(written).fields.get("tool_calls")
 
 
 def tools_problem(tokenizer: PreTrainedTokenizerBase) -> str:

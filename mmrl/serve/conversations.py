@@ -15,7 +15,7 @@ from typing import Any
 
 from mmrl.records import Reply
 from mmrl.serve.front import Answer, Finished, until_stop
-from mmrl.serve.protocol import ChatRequest, Refused
+from mmrl.serve.protocol import ChatRequest
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -121,22 +121,6 @@ class Conversations:
             reasoning=message.get("reasoning_content") or "",
             logprobs=logprobs,
         )
-
-
-def refuse_other_prompts(parsed: ChatRequest, unchanged_by: Callable[[Mapping[str, Any]], bool]) -> None:
-    """Refuse arguments of the chat template with which prompts would not be those of training.
-
-    Args:
-        unchanged_by: True if the template writes the same with them.
-
-    Raises:
-        Refused: there are some.
-    """
-    for name, value in parsed.template_arguments.items():
-        if not unchanged_by({name: value}):
-            field = name if name in ChatRequest.model_fields else f"chat_template_kwargs.{name:.60}"
-            text = f"{field}: with {value!r:.60} this model's prompts would not be those of its training; leave it out"
-            raise Refused(400, text, field, "unsupported_value")
 
 
 def _size(replies: Sequence[_Past]) -> int:

@@ -22,7 +22,7 @@ from mmrl.errors import LengthFailure, RequestFailure
 from mmrl.models.chat import decode_text, marked, render_observation, render_prompt, template_of
 from mmrl.models.template import Messages, Tools
 from mmrl.records import Reply
-from mmrl.serve.conversations import Conversations, refuse_other_prompts
+from mmrl.serve.conversations import Conversations
 from mmrl.serve.front import Answer, Backend, Finished, Running, until_stop
 from mmrl.serve.openai_dialect import Completions
 from mmrl.serve.protocol import ChatRequest, CompletionRequest, Refused, SamplingRequest, error_object
@@ -101,10 +101,9 @@ class ServedPolicy(Backend):
             raise Refused(404, text, "model", "model_not_found")
         return _Running(self, parsed, self.modules[0] if module is None else module)
 
-    async def require_prompts(self, parsed: ChatRequest) -> None:
-        """Refuse a request whose prompts would not be those of training; it is found by rendering some."""
-        if parsed.template_arguments:
-            await self._in_thread(lambda: refuse_other_prompts(parsed, template_of(self.tokenizer).unchanged_by))
+    async def check(self, parsed: ChatRequest) -> None:
+        """Refuse a request whose prompts would not be those of training, which is found by rendering some."""
+        await self._in_thread(lambda: parsed.refuse_other_prompts(template_of(self.tokenizer).unchanged_by))
 
     async def prompt(self, messages: Messages, after: Reply | None, tools: Tools) -> tuple[int, ...]:
         """Return the ids of messages, or of a context with what they add to it.
@@ -200,7 +199,7 @@ class _Running(Running):
 
     async def _finished(self, parsed: SamplingRequest) -> Finished:
         if isinstance(parsed, ChatRequest):
-            await self._policy.require_prompts(parsed)
+            await self._policy.check(parsed)
             answered = self._policy.conversations.answered
             return await answered(parsed, self._module, self._call, lambda reply: secrets.token_hex(12))
         assert isinstance(parsed, CompletionRequest)

@@ -6,7 +6,7 @@ What would change the completion and cannot be had is refused, never passed over
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -233,11 +233,23 @@ class ChatRequest(SamplingRequest):
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] = {}
 
-    @property
-    def template_arguments(self) -> Mapping[str, Any]:
-        """Arguments of the chat template, by the fields of the request."""
-        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        return {**self.chat_template_kwargs, **effort}
+    def refuse_other_prompts(self, unchanged_by: Callable[[Mapping[str, Any]], bool]) -> None:
+        """Refuse arguments of the chat template with which prompts would not be those of the run.
+
+        Args:
+            unchanged_by: arguments -> whether prompts are the same with them.
+
+        Raises:
+            Refused: one changes prompts.
+        """
+        arguments = {f"chat_template_kwargs.{name}": {name: value} for name, value in self.chat_template_kwargs.items()}
+        if self.reasoning_effort is not None:
+            arguments["reasoning_effort"] = {"reasoning_effort": self.reasoning_effort}
+        for field, argument in arguments.items():
+            if not unchanged_by(argument):
+                got = f"{next(iter(argument.values()))!r:.60}"
+                text = f"{field:.100}: with {got} this model's prompts would not be those of its training; leave it out"
+                raise Refused(400, text, field, "unsupported_value")
 
     def conversation(self) -> list[dict[str, Any]]:
         """Convert messages for a chat template."""

@@ -138,6 +138,25 @@ def test_calls_are_read_back_and_their_results_go_on(name: str, results: int) ->
     assert -1 not in places and places == sorted(places)
 
 
+@pytest.mark.parametrize(
+    ("name", "call", "other"),
+    [
+        ("qwen3_5_nothink", "<tool_call>\n<function=look_up>\n{}</function>\n</tool_call>", '{"city": "Ulm"}\n'),
+        ("qwen3_5_nothink", "<tool_call>\n<function=look_up>\n{}</function>\n</tool_call>", "<parameter=city>\nUlm\n"),
+        ("glm4moe", "\n<tool_call>look_up\n{}</tool_call>", '{"city": "Ulm"}\n'),
+        ("lfm2_2_5", "<|tool_call_start|>[look_up({})]<|tool_call_end|>", "'Ulm'"),
+    ],
+)
+def test_arguments_in_another_form_are_no_call_without_any(name: str, call: str, other: str) -> None:
+    tokenizer = loaded(name)
+    prompt = render_prompt(tokenizer, [USER], TOOLS)
+    for written, arguments in (("", [{}]), (other, [])):
+        ids = tokenizer(call.format(written), add_special_tokens=False).input_ids
+        message = message_of(tokenizer, prompt, ids, TOOLS)
+        assert [read["function"]["arguments"] for read in message.get("tool_calls", ())] == arguments
+        assert written in message["content"] and message.get("unread_call", False) == bool(written)
+
+
 def test_arguments_of_a_request_are_compared_by_what_a_template_writes() -> None:
     changing = {
         "qwen3": {"enable_thinking": True, "chat_template": "{{ 1 }}", "tools": []},

@@ -16,7 +16,7 @@ from typing import Any
 from mmrl.config.tasks import AnyAgentConfig, CallRule
 from mmrl.errors import LimitFailure, ParseFailure, RequestFailure, RolloutError
 from mmrl.records import Reply
-from mmrl.serve.conversations import Conversations, Messages, refuse_other_prompts
+from mmrl.serve.conversations import Conversations, Messages
 from mmrl.serve.front import Answer, Finished
 from mmrl.serve.gateway import ENDED
 from mmrl.serve.json_schema import violations
@@ -109,7 +109,7 @@ class Recorder:
             self.answered += 1
             answer = Answer(text=module.reply or "", finish="stop")
             return Finished(id=reply_id((), self.answered), answers=[answer], tokens=(0, 0))
-        refuse_other_prompts(parsed, self._ctx.unchanged_by)
+        parsed.refuse_other_prompts(self._ctx.unchanged_by)
         self.calls += parsed.n
         if self.calls > self._config.max_calls:
             raise LimitFailure(f"the agent made more than task.max_calls={self._config.max_calls} calls")
