@@ -1,1 +1,1 @@
-"""A policy behind an OpenAI-compatible server: requests in, completions of any engine out."""
+"""Models behind the protocols of OpenAI and Anthropic: a policy that is served, and rollouts that are recorded."""

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mmrl.records import Reply
@@ -22,6 +23,15 @@ Call = Callable[[Messages, Reply | None, Messages], Awaitable[Reply]]
 """Has a reply sampled: to messages, or to what they add after an earlier reply; the last are its tools."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Past:
+    """Reply that a later request may go on after."""
+
+    tools: str
+    """Tools that its prompt has, as JSON; empty without any."""
+    reply: Reply
+
+
 class Conversations:
     """The replies so far, for later requests that go on after them.
 
@@ -32,8 +42,8 @@ class Conversations:
 
     def __init__(self, decode: Callable[[Sequence[int]], str], most: int | None = None):
         self._decode, self._most = decode, most
-        self._replies: dict[bytes, tuple[Reply, Messages]] = {}
-        """Replies, and the tools that their prompts have, by what a request that goes on after them begins with."""
+        self._past: dict[bytes, list[_Past]] = {}
+        """By a digest of what a request that goes on after them begins with; the newest last."""
         self._tokens = 0
 
     async def answered(self, parsed: ChatRequest, module: str, call: Call, name: Callable[[Reply], str]) -> Finished:
@@ -44,13 +54,13 @@ class Conversations:
             name: id of a reply.
         """
         messages, tools = parsed.conversation(), parsed.functions()
-        before = _chain(module, tools, messages)
-        # The longest that it extends, and of several equal ones the newest.
-        length, (after, held) = next(
-            ((n, self._replies[before[n]]) for n in range(len(messages) - 1, 0, -1) if before[n] in self._replies),
-            (0, (None, tools)),
-        )
-        added = messages if after is None else _named(messages[length - 1], messages[length:])
+        digests = _digests([{"module": module}, *messages])
+        shown = json.dumps(tools) if tools else ""
+        before, length = self._before(digests, shown)
+        added: Messages = messages[length:]
+        after = None
+        if before is not None:
+            added, after, shown = _named(messages[length - 1], added), before.reply, before.tools
         # The first to be requested is the first choice.
         calls = [call(added, after, tools) for _ in range(parsed.n)]
         replies = await asyncio.gather(*calls, return_exceptions=True)
@@ -62,19 +72,25 @@ class Conversations:
                 raise reply
             names.append(name(reply))
             answers.append(self._answer(parsed, reply, names[-1]))
-            told = [*messages, _as_sent_back(answers[-1])]
-            # A later request may leave the tools out: they are in the context still, and it wants no more calls.
-            for offered in (held, ()) if held else ((),):
-                self._keep(_chain(module, offered, told)[-1], reply, held)
+            self._keep(_digests([_as_sent_back(answers[-1])], digests[-1])[-1], _Past(shown, reply))
             prompt, sampled = len(reply.context) - reply.tokens, sampled + reply.tokens
         return Finished(id=names[0], answers=answers, tokens=(prompt, sampled))
 
-    def _keep(self, key: bytes, reply: Reply, tools: Messages) -> None:
-        former = self._replies.pop(key, None)
-        self._replies[key] = reply, tools
-        self._tokens += len(reply.context) - (0 if former is None else len(former[0].context))
+    def _before(self, digests: Sequence[bytes], tools: str) -> tuple[_Past | None, int]:
+        """Return the reply that a request extends with most messages, of equals the newest, and how many they are."""
+        for length in range(len(digests) - 2, 0, -1):
+            for past in reversed(self._past.get(digests[length], ())):
+                # Tools that a later request leaves out are in the context still: it wants no more calls.
+                if tools in ("", past.tools):
+                    return past, length
+        return None, 0
+
+    def _keep(self, digest: bytes, past: _Past) -> None:
+        former = self._past.pop(digest, [])
+        self._past[digest] = [*(other for other in former if other.tools != past.tools), past]
+        self._tokens += _size(self._past[digest]) - _size(former)
         while self._most is not None and self._tokens > self._most:
-            self._tokens -= len(self._replies.pop(next(iter(self._replies)))[0].context)
+            self._tokens -= _size(self._past.pop(next(iter(self._past))))
 
     def _answer(self, parsed: ChatRequest, reply: Reply, name: str) -> Answer:
         message: Mapping[str, Any] = reply.parsed if isinstance(reply.parsed, Mapping) else {"content": reply.text}
@@ -107,13 +123,21 @@ class Conversations:
         )
 
 
-def _chain(module: str, tools: Messages, messages: Messages) -> list[bytes]:
-    """Return for nothing and for each message a digest of all up to it; agents put their name on replies sent back."""
-    digest, digests = b"", []
-    for part in [{"module": module, "tools": list(tools)}, *messages]:
-        if part.get("role") == "assistant":
-            part = {key: value for key, value in part.items() if key != "name"}
-        digest = hashlib.sha256(digest + json.dumps(part, sort_keys=True).encode()).digest()
+def _size(replies: Sequence[_Past]) -> int:
+    return sum(len(past.reply.context) for past in replies)
+
+
+def _digests(parts: Sequence[Mapping[str, Any]], digest: bytes = b"") -> list[bytes]:
+    """Return for each part a digest of all parts up to it.
+
+    Args:
+        digest: of the parts before.
+    """
+    digests = []
+    for part in parts:
+        # Agents put their name on the replies that they send back.
+        named = part if part.get("role") != "assistant" else {**part, "name": None}
+        digest = hashlib.sha256(digest + json.dumps(named, sort_keys=True).encode()).digest()
         digests.append(digest)
     return digests
 

@@ -55,7 +55,8 @@ def make_app(policy: ServedPolicy, token: str | None = None) -> FastAPI:
     from fastapi.responses import JSONResponse
 
     app = FastAPI(title="mmrl policy", docs_url=None, redoc_url=None, openapi_url=None)
-    guard(app, token, lambda status, text: error_object(status, text, code="invalid_api_key"))
+    codes = {401: "invalid_api_key"}
+    guard(app, token, lambda status, text: error_object(status, text, code=codes.get(status)))
 
     async def health(request: HttpRequest) -> Response:
         return JSONResponse({"status": "ok", "models": policy.models, "requests": policy.in_flight})
@@ -101,6 +102,10 @@ class ServedPolicy(Backend):
             text = f"model: got '{parsed.model[:100]}', expected one of {', '.join(self.models)}"
             raise Refused(404, text, "model", "model_not_found")
         return _Running(self, parsed, self.modules[0] if module is None else module)
+
+    async def check(self, parsed: ChatRequest) -> None:
+        """Refuse a request whose prompts would not be those of training, which is found by rendering some."""
+        await self._in_thread(lambda: parsed.refuse_other_prompts(template_of(self.tokenizer).unchanged_by))
 
     async def prompt(self, messages: Messages, after: Reply | None, tools: Tools) -> tuple[int, ...]:
         """Return the ids of messages, or of a context with what they add to it.
@@ -196,6 +201,7 @@ class _Running(Running):
 
     async def _finished(self, parsed: SamplingRequest) -> Finished:
         if isinstance(parsed, ChatRequest):
+            await self._policy.check(parsed)
             answered = self._policy.conversations.answered
             return await answered(parsed, self._module, self._call, lambda reply: secrets.token_hex(12))
         assert isinstance(parsed, CompletionRequest)

@@ -87,7 +87,7 @@ class Refused(Exception):
 
 def error_object(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, object]:
     """Return an OpenAI error object."""
-    kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
@@ -249,7 +249,7 @@ class ChatRequest(SamplingRequest):
         for field, argument in arguments.items():
             if not unchanged_by(argument):
                 got = f"{next(iter(argument.values()))!r:.60}"
-                text = f"{field:.100}: with {got} this model's prompts would not be those of the run; leave it out"
+                text = f"{field:.100}: with {got} this model's prompts would not be those of its training; leave it out"
                 raise Refused(400, text, field, "unsupported_value")
 
     def conversation(self) -> list[dict[str, Any]]:

@@ -17,10 +17,11 @@ import pytest
 import torch
 
 from mmrl.models.load import ASSETS
-from mmrl.models.policy import Policy
 from mmrl.report.card import ADDRESS, snippets
-from mmrl.run.serve import ServeArguments, models
+from mmrl.run.serve import ServeArguments
+from mmrl.serve.policy import ServedPolicy
 from tests.helpers.engines import PYTHON
+from tests.helpers.gateway import Scripted
 from tests.helpers.servers import Seen, chat_reply, serving
 
 
@@ -112,11 +113,11 @@ def test_openai_and_dspy_speak_with_a_server(
 def test_mmrl_serve_listens_where_the_lines_ask_and_knows_the_names(exported: Path) -> None:
     given = ServeArguments()
     assert f"http://{given.host}:{given.port}/v1" == ADDRESS
-    apart = Policy(base="tiny", modules={"say": "a", "ask": "b"})
-    for policy, modules in ((Policy(base="tiny"), ()), (apart, ("say", "ask"))):
-        names = models(given.name, policy)
+    engine = Scripted()
+    for modules in ((), ("say", "ask")):
+        names = ServedPolicy(engine, engine.tokenizer, modules, given.name).models
         code = dict(snippets(exported, modules, "tiny", None, modules=modules, program=None))
-        assert all(f'{next(iter(names))}"' in code[library] for library in ("openai", "DSPy"))
+        assert all(f'{names[0]}"' in code[library] for library in ("openai", "DSPy"))
         assert f"mmrl serve policy={exported}\n" in code["openai"]
 
 

@@ -170,6 +170,7 @@ def test_the_printed_snippets_run(served: Any) -> None:
         ({"temperature": -1}, 400, "temperature"),
         ({"stop": ["x"] * 99}, 400, "stop: expected at most 16"),
         ({"extra_body": {"min_p": 0.1}}, 400, "min_p: this server does not have it"),
+        ({"extra_body": {"min_q": 0.1}}, 400, "min_q: unknown field"),
         ({"messages": [{"role": "user", "content": "x" * (5 << 20)}]}, 413, "more than 4194304 bytes"),
     ],
     ids=lambda value: str(value)[:40],

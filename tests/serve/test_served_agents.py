@@ -1,9 +1,8 @@
-"""Agents on a served policy: what they ask and read there is what they ask and read in training."""
+"""Chats of a served policy: what clients ask and read there, as in training (whole agents: `tests/agents`)."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +15,7 @@ from mmrl.models.chat import render_prompt
 from mmrl.serve import policy
 from mmrl.serve.policy import ServedPolicy, make_app
 from tests.helpers.gateway import Scripted, agent_task, one, tokenizer
-from tests.helpers.servers import fetch_json, listening
+from tests.helpers.servers import listening
 
 CALLED = '<tool_call>\n{"name": "search", "arguments": {"query": "Porto"}}\n</tool_call>'
 FOUND = "Nothing is known of Porto."
@@ -36,21 +35,6 @@ def served(answer: Callable[[str], str], **options: Any) -> tuple[Scripted, Any]
     """An engine with Qwen3's template, and its served policy."""
     engine = Scripted(answer, tokenizer("qwen3"))
     return engine, make_app(ServedPolicy(engine, engine.tokenizer, **options))
-
-
-@pytest.mark.parametrize("module", ["openai_client", "anthropic_client"])
-def test_an_agent_plays_on_its_served_policy_as_it_was_trained(module: str) -> None:
-    """Only the address is another: the same prompts token for token, its own thoughts in them, and the same answer."""
-    agent = importlib.import_module(f"docs.agents.{module}").run
-    training = Scripted(with_tool, tokenizer("qwen3"))
-    rollout, calls = one(agent_task(agent, metric=lambda record, result: float(result == "Done.")), training)
-    assert (rollout.error, rollout.reward, [call.turn for call in calls]) == (None, 1.0, [0, 1])
-    engine, app = served(with_tool)
-    with listening(app) as url:
-        assert asyncio.run(agent({"question": "What is 0?"}, f"{url}/v1", "none")) == "Done."
-        assert fetch_json(f"{url}/health")[1]["requests"] == 0
-    assert [request.prompt_ids for request in engine.requests] == [call.prompt_ids for call in calls]
-    assert "Hm." in engine.prompts[1], "thoughts stay as they were sampled"
 
 
 @pytest.mark.parametrize("stream", [False, True])

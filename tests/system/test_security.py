@@ -75,7 +75,7 @@ def test_the_client_sends_its_token_and_is_refused_without():
 
 
 def test_a_body_above_the_limit_is_refused_whatever_its_header_says():
-    client = TestClient(app())
+    client = TestClient(app(), base_url="http://localhost")
     too_much = b'{"queries": ["' + b"x" * LARGEST_REQUEST + b'"]}'
     assert client.post("/retrieve", content=too_much).status_code == 413
 
