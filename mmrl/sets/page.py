@@ -52,7 +52,10 @@ COSTS = (
     "Training, seconds and USD with its evaluations, mean over seeds; of a row that starts from another with what that "
     "has cost."
 )
-DIFFERENCES = "Besides the algorithm and the keys that it alone has; seeds, machine and where a run lies aside. Of each row its first run."
+DIFFERENCES = (
+    "Besides the algorithm and the keys that it alone has, without seeds, machine and where a run lies; of each row "
+    "its first run."
+)
 CLAIMS = (
     "Claims: mean difference of shares (1 is 100 %), paired on items over the seeds of both rows. Held where both the "
     f"95 % bootstrap interval over items and the 95 % t interval over the means of {LEAST_SEEDS} or more seeds lie "
