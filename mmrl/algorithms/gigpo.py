@@ -4,15 +4,17 @@
     A^E: the rollout's reward, normalised over the G rollouts of the example (Eq. 3)
     A^S: R_t = sum over k >= t of gamma^(k-t) · r_k, normalised over the calls of the same state (Eqs. 5 to 7)
 
-A state is what the program names in a call's facts (`facts={"state": ...}`), or, for a module whose prompts are fresh,
-the prompt. r_k is a call's turn reward where the task's reward set has any, and the outcome at the last call. Use it
-for agents that come back to the same state on several ways. With a growing context no prompt but the first repeats:
-then only the first call is compared again, `credit/anchored_later_share` is 0, and an alarm says so.
+A state is what the program names in a call's facts (`facts={"state": ...}`), with `algo.similarity` also one like it,
+or, for a module whose prompts are fresh, the prompt. r_k is a call's turn reward where the task's reward set has any,
+and the outcome at the last call. Use it for agents that come back to the same state on several ways. With a growing
+context no prompt but the first repeats: then only the first call is compared again, `credit/anchored_later_share` is 0,
+and an alarm says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from difflib import SequenceMatcher
 
 from mmrl.algorithms.base import Algorithm
 from mmrl.config import AlgoConfig
@@ -61,21 +63,42 @@ class Gigpo(Algorithm):
         return Credit(algo=self.name, entries=tuple(entries), groups=(*episodes, *states), metrics=shares)
 
 
-def state_of(call: Call) -> Hashable:
+State = tuple[str, str, Hashable]
+"""Module; what the state is known by (`state`: a name, `prompt`, `call`); and that."""
+
+
+def state_of(call: Call) -> State:
     """Return the state of a call: the one that the program named, else its prompt, else (nothing repeats) itself."""
     if (state := call.facts.get("state")) is not None:
         return call.module, "state", str(state)
     return (call.module, "prompt", call.prompt_ids) if call.prompt_ids else (call.module, "call", call.id)
 
 
+def _alike(state: State, known: Iterable[State], least: float) -> State:
+    """Return the first known state with a name as alike as `least`; `state` itself where there is none.
+
+    Prompts are not looked at: those of a growing context differ little from turn to turn.
+    """
+    for other in known:
+        if state[1] == "state" and other[:2] == state[:2]:
+            matcher = SequenceMatcher(None, str(state[2]), str(other[2]))
+            # Its two upper bounds first: they cost little.
+            if all(bound() >= least for bound in (matcher.real_quick_ratio, matcher.quick_ratio, matcher.ratio)):
+                return other
+    return state
+
+
 def _states(rollouts: Sequence[ScoredRollout], algo: GigpoConfig) -> tuple[list[Group], dict[str, list[Member]]]:
     """Group the calls of an example by state and compare their returns; also return them by rollout, in path order."""
-    groups: dict[tuple[str, Hashable], list[Member]] = {}
-    positions: list[tuple[str, tuple[str, Hashable], int]] = []
+    groups: dict[tuple[str, State], list[Member]] = {}
+    positions: list[tuple[str, tuple[str, State], int]] = []
     for rollout in rollouts:
         rewards = [call.turn_reward or 0.0 for call in rollout.path[:-1]] + [rollout.reward]
         for call, value in zip(rollout.path, discounted(rewards, algo.gamma), strict=True):
             key = call.example, state_of(call)
+            if algo.similarity is not None and key not in groups:
+                known = (state for example, state in groups if example == call.example)
+                key = call.example, _alike(key[1], known, algo.similarity)
             group = groups.setdefault(key, [])
             positions.append((rollout.rollout.id, key, len(group)))
             group.append(Member((call,), Reward(value, {"return": value})))

@@ -4,9 +4,10 @@
     r̃: all g_t of all rollouts of an example and their outcomes (at the last turn), normalised together
     A_t = sum over k >= t of gamma^(k-t) · r̃_k;  token weight = 1 / (B · G · |o_i|)
 
-The gains are turn rewards (`task.reward=gain`, `stages.information_gain`); other turn rewards take their place where
-`task.reward` says so. Use it for agents of several turns whose questions have known answers: a turn is paid for what it
-found, also in rollouts whose outcome is the same. Several gold answers: the likeliest counts.
+`algo.normalise=separate` normalises the gains and the outcomes of an example apart. The gains are turn rewards
+(`task.reward=gain`, `stages.information_gain`); other turn rewards take their place where `task.reward` says so. Use it
+for agents of several turns whose questions have known answers: a turn is paid for what it found, also in rollouts whose
+outcome is the same. Several gold answers: the likeliest counts.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from mmrl.records import Forest
 
 
 class Igpo(Algorithm):
-    """Turn rewards and outcomes of an example in one group, added up along the rollout."""
+    """Turn rewards and outcomes of an example in one group, or in a group each, added up along the rollout."""
 
     name = "igpo"
     needs_turn_rewards = True
@@ -37,30 +38,41 @@ class Igpo(Algorithm):
         algo = IgpoConfig.narrow(algo)
         examples = by_example(forest)
         turns = {
-            example: [
+            example: tuple(
                 Member((call,), Reward(call.turn_reward, {"turn": call.turn_reward}))
                 for rollout in rollouts
                 for call in rollout.path[:-1]
                 if call.turn_reward is not None
-            ]
+            )
             for example, rollouts in examples.items()
         }
-        outcomes = {name: [Member(r.path[-1:], r.outcome) for r in rollouts] for name, rollouts in examples.items()}
-        groups = compare([Group(name, (*turns[name], *outcomes[name])) for name in examples], algo)
-        advantages = {group.id: [member.advantage for member in group.members] for group in groups}
-        sequences = weigh_rollouts(examples, advantages, algo, minibatch)
+        outcomes = {name: tuple(Member(r.path[-1:], r.outcome) for r in own) for name, own in examples.items()}
+        if algo.normalise == "joint":
+            of_turns = of_outcomes = groups = compare(
+                [Group(name, turns[name] + outcomes[name]) for name in examples], algo
+            )
+        else:
+            # Two calls: `std_over=batch` is one deviation of all turns, and one of all outcomes.
+            of_turns = compare([Group(f"{name}:turns", turns[name]) for name in examples], algo)
+            of_outcomes = compare([Group(name, outcomes[name]) for name in examples], algo)
+            groups = [group for group in (*of_turns, *of_outcomes) if group.members]
+        advantages = {
+            example: [member.advantage for group in (own, of_all) for member in group.members]
+            for example, own, of_all in zip(examples, of_turns, of_outcomes, strict=True)
+        }
+        weighed = weigh_rollouts(examples, advantages, algo, minibatch)
         entries = []
-        for group, rollouts, weighed in zip(groups, examples.values(), sequences, strict=True):
-            remaining = iter(group.members)
-            before = [
-                [next(remaining) if call.turn_reward is not None else None for call in r.path[:-1]] for r in rollouts
-            ]
-            for rollout, compared, sequence in zip(rollouts, before, weighed.members, strict=True):
+        for group, own, rollouts, weights in zip(of_outcomes, of_turns, examples.values(), weighed, strict=True):
+            # In one group the turns come first.
+            compared, last = iter(own.members), iter(group.members[-len(rollouts) :])
+            for rollout, sequence in zip(rollouts, weights.members, strict=True):
                 # A call without a turn reward has what comes after it.
-                members = [*compared, next(remaining)]
+                members = [next(compared) if call.turn_reward is not None else None for call in rollout.path[:-1]]
+                members.append(next(last))
                 values = discounted([member.advantage if member else 0.0 for member in members], algo.gamma)
                 for call, member, value in zip(rollout.path, members, values, strict=True):
                     reward = member.reward if member else Reward(0.0)
                     parts = {**reward.parts, "own_advantage": member.advantage if member else 0.0}
-                    entries.append(group.entry(call, replace(reward, parts=parts), value, sequence.weight))
+                    within = own if "turn" in parts else group
+                    entries.append(within.entry(call, replace(reward, parts=parts), value, sequence.weight))
         return Credit(algo=self.name, entries=tuple(entries), groups=tuple(groups))

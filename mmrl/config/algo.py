@@ -25,10 +25,10 @@ class AlgoConfig(MethodConfig):
     minibatches: int = Field(1, ge=1, description="optimizer steps per pass; the batch is split by example")
     loss: Literal["clip", "cispo", "gspo"] = Field(
         "clip",
-        description="clip: PPO's ratio of a token; cispo: the ratio as a bounded weight, which takes away no gradient; "
-        "gspo: one ratio for a whole call, with clip near 0.0003",
+        description="clip: PPO's ratio of a token; cispo: the ratio as a bounded weight, which takes away no "
+        "gradient; gspo: one ratio for a whole call, with clip near 0.0003",
     )
-    clip: float = Field(0.2, gt=0, lt=1, description="epsilon of the clipped ratio")
+    clip: float = Field(0.2, gt=0, lt=1, description="epsilon of the clipped ratio; cispo: of its upper bound")
     clip_high: float | None = Field(None, gt=0, description="upper epsilon (clip-higher); null: the same as clip")
     beta: float = Field(0.001, ge=0, le=FACTOR, description="weight of the KL term against the reference policy")
     loss_mean: Literal["seq", "token", "constant"] = Field("seq", description="averaging of token losses")
@@ -270,6 +270,9 @@ class GigpoConfig(GroupConfig):
     count: Literal["rollout", "call"] = Field(
         "rollout", description="what mean and std of the rollouts count: each rollout once, or once for each call"
     )
+    similarity: float | None = Field(
+        None, gt=0, lt=1, description="states named this alike are one (difflib's ratio); null: the same name alone"
+    )
 
 
 class IgpoConfig(GroupConfig):
@@ -277,6 +280,9 @@ class IgpoConfig(GroupConfig):
 
     name: Literal["igpo"]
     gamma: float = Field(1.0, ge=0, le=1, description="discount of later turns' normalised rewards, per turn")
+    normalise: Literal["joint", "separate"] = Field(
+        "joint", description="an example's turn rewards and outcomes in one group, or in a group each"
+    )
 
 
 class TreeGrpoConfig(GroupConfig):

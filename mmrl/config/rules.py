@@ -58,6 +58,7 @@ TYPED = (
         "task.name=search_agent facts.reward_set!=turn|judge_turn",
         "with this reward set; use task.reward=turn",
     ),
+    Idle("task.gain", "facts.reward_set!=gain", "with this reward set; use task.reward=gain"),
     Idle("hardware.engine", "engine.name!=auto", "with engine= given; leave one of the two out"),
     Idle(
         "engine.python engine.args engine.start_timeout_s engine.restarts engine.gpu_memory engine.kv_cache_gb "
@@ -82,6 +83,11 @@ TYPED = (
         "on mmrl eval; it is an option of mmrl train",
     ),
     Idle("algo.clip", "algo.ratio_one=true"),
+    Idle(
+        "algo.clip",
+        "algo.loss=cispo algo.clip_high!=null",
+        ", whose one bound is algo.clip_high; leave one of the two out",
+    ),
     Idle(
         "algo.loss algo.clip algo.clip_high",
         f"train.old_logprobs=recompute {_ONE_UPDATE}",

@@ -183,6 +183,9 @@ class SearchAgentConfig(ReasonerConfig, AgentJudgedConfig):
     retrieval_match: Literal["normalized", "case_insensitive"] = Field(
         "normalized", description="how an answer is looked for in retrieved text"
     )
+    gain: Literal["probability", "logprob"] = Field(
+        "probability", description="what a turn of task.reward=gain adds to: the gold answer's probability, or its log"
+    )
 
 
 class ToolAgentConfig(AgentConfig, AgentJudgedConfig):

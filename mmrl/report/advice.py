@@ -157,6 +157,10 @@ ADVICE: Mapping[str, Advice] = {
         "{now_share} of the calls after the first were made in a state that another call has too, so GiGPO is GRPO",
         "let the program name states (facts={'state': …} of ctx.call, docs/credits.md), or take algo=grpo",
     ),
+    "gold_unlikely": Advice(
+        "the gold answer has a probability of {now} before a call, so gains are near 0 and normalised as noise",
+        "take task.gain=logprob, or close the prompt as the model answers (`closing` of the task, docs/credits.md)",
+    ),
     "reward_collapse": Advice(
         "reward fell to {now} from its best of {then}",
         "go back to an earlier checkpoint, with a lower train.lr or a higher algo.beta",

@@ -39,6 +39,8 @@ ALL_CUT = 0.9
 """Share of replies cut at the limit above which a module hardly ever says what it would."""
 EMPTY_SEARCHES = 0.3
 """Share of searches that bring nothing."""
+UNLIKELY = 0.01
+"""Probability of the gold answer up to which its differences from turn to turn are noise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +144,7 @@ def rules(history: History, window: int = WINDOW) -> tuple[AlarmRule, ...]:
         AlarmRule("reward_collapse", ["reward/mean"], _off_best(0.1, share=0.5)),
         AlarmRule("zero_variance", ["credit/zero_variance_share"], at_least(0.95)),
         AlarmRule("states_never_repeat", ["credit/anchored_later_share"], _at_most(0.02)),
+        AlarmRule("gold_unlikely", module_keys(history, ("gold_probability",)), _at_most(UNLIKELY)),
         # Nats per token; bfloat16 alone made 0.05 of them with SmolLM2-135M.
         AlarmRule("logprob_gap", ["train/logprob_gap_mean"], above(0.1)),
         AlarmRule("kl_explosion", ["train/kl"], _exploded(1.0, window)),  # nats per token

@@ -6,6 +6,7 @@ its seeds differ.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -17,16 +18,14 @@ from typing import NamedTuple
 
 import pandas
 
-from mmrl.config.base import flattened
 from mmrl.errors import MmrlError
 from mmrl.report.overview import Item, Overview
 from mmrl.report.rundir import RunDir
 from mmrl.report.stats import Difference, paired_difference, series, stratified_interval
 from mmrl.sets.queue import Run, SetRun, has_scores
+from mmrl.sets.settings import VARYING, differing, seeds_text, settings_text
 from mmrl.sets.spec import MAIN, SCALES, Cell, Claim, SetSpec
 
-VARYING = ("seed", "run.", "hardware.", "engine.", "plugins", "policy", "start.", "task.prompts", "model.")
-"""Config paths in which runs of one row may differ: where weights and prompts lie, and the machine."""
 LEAST_ITEMS, LEAST_SEEDS, LEAST_GAIN = 200, 3, 0.05
 """"Learns" asks for: evaluated items, seeds (all of them), after - before."""
 CellOrMean = Cell | str
@@ -196,7 +195,9 @@ class Value:
     paper: float | None
     paper_std: float | None
     agrees: bool | None
-    """True if our value agrees with the paper's; None: no value to compare, or another scale."""
+    """True if our value agrees with the paper's; None: no value to compare, another scale, or other settings."""
+    other: bool
+    """True: runs of it were made with other settings than the set's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +232,10 @@ class SetResult:
     queue: Sequence[SetRun] = ()
     """Runs in the order in which they start, each once; none where they are only looked at."""
     extra_notes: Sequence[str] = ()
+    command: Sequence[str] = ()
+    """Words of the command that makes this page again; none of a page that no command makes by itself."""
+    settings: Sequence[str] = ()
+    """Settings of every run, as typed."""
 
     @cached_property
     def overviews(self) -> dict[Path, Overview | MmrlError]:
@@ -262,7 +267,7 @@ class SetResult:
             finished = [scored.overview for scored in cell_runs if scored.finished]
             if missing and finished:
                 problems.append(f"{self._pair_name(pair)}: seeds {', '.join(map(str, missing))} are missing")
-            if different := _differing(finished):
+            if different := differing(finished, VARYING):
                 problems.append(f"{self._pair_name(pair)}: not averaged, its seeds differ in {', '.join(different)}")
                 cell_runs = []
             started[pair] = sorted(cell_runs, key=lambda scored: scored.seed)
@@ -301,6 +306,10 @@ class SetResult:
         measured = self.spec.measured
         metric = measured[score or next(iter(measured))]
         return self.runs[row, column][0].metric if metric == MAIN else metric
+
+    def made_otherwise(self, row: str, column: str) -> bool:
+        """True if runs of a cell have other settings than the set's."""
+        return any(run.other for run in self.runs.get((row, column), ()))
 
     def _pair_name(self, pair: tuple[str, str]) -> str:
         row, column = pair
@@ -341,8 +350,8 @@ class SetResult:
         items = {column: _item_means(block.loc[means.index]) for column, block in strata.items()} if len(means) else {}
         interval = stratified_interval({c: unit * m for c, m in items.items()}, weights, (row, str(key)))
         paper, paper_std = spec.reported(row).get(key, (None, None))
-        agrees = None
-        if self.scale == "paper" and paper is not None and interval is not None:
+        agrees, other = None, any(self.made_otherwise(row, cell.column) for cell in cells)
+        if self.scale == "paper" and not other and paper is not None and interval is not None:
             agrees = bool(abs(means.mean() - paper) <= spec.agree or interval[0] <= paper <= interval[1])
         return Value(
             row=row,
@@ -358,6 +367,7 @@ class SetResult:
             paper=paper,
             paper_std=paper_std,
             agrees=agrees,
+            other=other,
         )
 
     def _strata(
@@ -465,13 +475,16 @@ class SetResult:
         def listed(read: Callable[[Overview], object]) -> str:
             return "; ".join(dict.fromkeys(str(text) for run in overviews if (text := read(run))))
 
-        source = self.spec.source
+        source, own = self.spec.source, self.spec.seeds if self.queue else ()
         facts = {
             "paper": f"arXiv {source.arxiv}, {source.at}: {self.spec.shows}" if source else "",
             "shows": "" if source else self.spec.shows,
             "scale": SCALES.get(self.scale, ""),
             "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
             "cells": f"{self.done} of {self.total}",
+            "command": shlex.join(self.command),
+            "settings": settings_text(self.settings, any(run.other for run in self.queue)),
+            "seeds": seeds_text({row: [run.seed for run in runs] for (row, _), runs in self.runs.items()}, own),
             "commit": listed(lambda run: str((run.environment.get("mmrl_git") or {}).get("commit", "-"))[:10]),
             "machine": listed(lambda run: run.environment.get("cpu", "-")),
             "engine": listed(lambda run: run.get("engine.name", "-")),
@@ -571,22 +584,6 @@ def student_t(freedom: int) -> float:
     z = NormalDist().inv_cdf(0.975)
     terms = ((z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
     return z + sum(term / freedom**power for power, term in enumerate(terms, start=1))
-
-
-def settings_of(overview: Overview, excluded: tuple[str, ...]) -> dict[str, object]:
-    """Return config path -> value, without the paths that begin with a name in `excluded`.
-
-    Endpoints stay in any case: which model answers is no matter of the machine.
-    """
-    settings = flattened(overview.config).items()
-    return {path: v for path, v in settings if path.startswith("engine.endpoint") or not path.startswith(excluded)}
-
-
-def _differing(overviews: Sequence[Overview]) -> list[str]:
-    """Return the config paths in which runs of one cell differ and must not."""
-    settings = [settings_of(overview, VARYING) for overview in overviews]
-    paths = dict.fromkeys(path for values in settings for path in values)
-    return [path for path in paths if len({repr(values.get(path)) for values in settings}) > 1]
 
 
 def _retriever(overview: Overview) -> str:

@@ -102,9 +102,7 @@ def compare(request: SetRequest, compose: Compose) -> int:
     if not keys.algo:
         raise ConfigError("algo: missing, expected algorithms (algo=a,b) or run directories")
     spec, overrides = _spec_of_algorithms(request)
-    # `seed=` defines the seeds of this set, instead of selecting some of them.
-    request = replace(request, keys=keys.model_copy(update={"seed": ()}), overrides=overrides)
-    return _run_set(request, keys.name or "default", spec, compose)
+    return _run_set(request, keys.name or "default", spec, compose, overrides)
 
 
 def _spec_of_algorithms(request: SetRequest) -> tuple[SetSpec, list[str]]:
@@ -152,6 +150,7 @@ def _compare_runs(request: SetRequest) -> int:
     one_folder = len(paths) == 1 and runs[0].resolve() != paths[0].resolve()
     with damage_named(" ".join(map(str, paths))):
         result = found_set(keys.name or (paths[0].resolve().name if one_folder else "runs"), runs)
+    result = replace(result, command=_typed(request, False))
     out = keys.out or (paths[0] if one_folder else allocate(TOP, f"{datetime.now():%Y-%m-%d_%H-%M-%S}"))
     _show(result, Path(out))
     return 0
@@ -160,9 +159,15 @@ def _compare_runs(request: SetRequest) -> int:
 # --- what runs
 
 
-def _run_set(request: SetRequest, name: str, spec: SetSpec, compose: Compose) -> int:
-    """Plan, run or show a set."""
+def _run_set(request: SetRequest, name: str, spec: SetSpec, compose: Compose, own: Sequence[str] | None = None) -> int:
+    """Plan, run or show a set.
+
+    Args:
+        own: overrides that make the set, with `seed=`, as in `mmrl compare`; None: a file does, and what is typed
+            changes or selects.
+    """
     keys, scales = request.keys, scales_of(spec)
+    typed, seeds = (request.overrides, keys.seed) if own is None else ((), ())
     problems: list[str] = []
     scale = keys.scale or scales[0]
     if scale not in scales:
@@ -176,18 +181,30 @@ def _run_set(request: SetRequest, name: str, spec: SetSpec, compose: Compose) ->
     through = shlex.split(keys.through or "")
     # Side by side on this machine; a scheduler gives each run what it asks for.
     single = ["hardware.threads=1"] if keys.jobs > 1 and not through else []
-    planner = Planner(spec, scale, compose, [*single, *request.overrides], config_dir=request.config_dir)
-    plan = planner.plan(name, rows, columns, keys.seed)
+    overrides = [*single, *(typed if own is None else own)]
+    planner = Planner(spec, scale, compose, overrides, typed, config_dir=request.config_dir)
+    plan = planner.plan(name, rows, columns, seeds)
+    plan = replace(plan, command=_typed(request, own is None), settings=request.overrides)
     if keys.do == "plan":
         print(_plan_text(plan, f"{keys.through} " if through else ""))
         return 0
-    # The page of a selection must not overwrite the page of the whole set.
-    part = keys.rows or keys.columns or keys.seed
+    # The page of a selection, or of other settings, must not overwrite the page of the whole set.
+    part = keys.rows or keys.columns or seeds or any(run.other for run in plan.queue)
     out = Path(keys.out) if keys.out else TOP / name / scale / ("selected" if part else "")
     if keys.do == "show":
         _show(plan, out)
         return 0
     return _run(plan, keys.jobs, through, request.config_dir, out)
+
+
+def _typed(request: SetRequest, table: bool) -> list[str]:
+    """Return the command without what changes no number: how many runs at once, where, and what to do."""
+    keys = request.keys
+    words = ["mmrl", "table" if table else "compare", *request.names]
+    for key in (key for key in SetKeys.model_fields if key in keys.model_fields_set - {"jobs", "through", "do", "out"}):
+        value = getattr(keys, key)
+        words.append(f"{key}={','.join(map(str, value)) if isinstance(value, tuple) else value}")
+    return [*words, *request.overrides, *(["--config-dir", request.config_dir] if request.config_dir else [])]
 
 
 def _selected(key: str, text: str | None, names: Sequence[str], problems: list[str]) -> list[str]:

@@ -8,9 +8,10 @@ from pathlib import Path
 from mmrl.config.base import literal
 from mmrl.report.overview import Overview
 from mmrl.report.rundir import RunDir
-from mmrl.sets.cells import SetResult, settings_of
+from mmrl.sets.cells import SetResult
 from mmrl.sets.plan import main_metrics
 from mmrl.sets.queue import Run
+from mmrl.sets.settings import NOT_VARIANTS, STARTED, settings_of
 from mmrl.sets.spec import Column, Row, SetSpec
 
 
@@ -43,15 +44,6 @@ def found_set(name: str, paths: Sequence[Path], shows: str = "runs side by side"
     return SetResult(
         name=name, spec=spec, scale="", rows=[*spec.rows], columns=[*columns], runs=runs, extra_notes=notes
     )
-
-
-NOT_VARIANTS = (
-    *("seed", "run.", "hardware.", "engine.", "plugins", "train.save_every", "train.keep", "start"),
-    *("model.date", "model.selfcheck"),
-)
-"""Config paths that may differ between runs of one row: they do not change what is learned."""
-STARTED = (*NOT_VARIANTS, "model.path", "model.revision", "task.prompts")
-"""The same of runs that start from others, which have their weights and prompts from there."""
 
 
 def _existing_run(path: Path, metric: str = "") -> Run:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -30,11 +31,14 @@ from mmrl.sets.cells import (
     values_of,
 )
 from mmrl.sets.figure import SetFigure
+from mmrl.sets.settings import difference_rows
 from mmrl.sets.spec import Figure
 from mmrl.system.files import atomic_write, dumps
 
 WIDTH = 120
 """Columns of paragraphs in a terminal."""
+MARK = " *"
+"""Beside what was made with other settings than the set's."""
 AGAINST = (
     "After training, the better row minus the other: mean over items and over the seeds that both finished, with the "
     "paired bootstrap 95 % interval over items (it does not cover how other seeds would have come out)."
@@ -47,6 +51,10 @@ LEARNS = (
 COSTS = (
     "Training, seconds and USD with its evaluations, mean over seeds; of a row that starts from another with what that "
     "has cost."
+)
+DIFFERENCES = (
+    "Besides the algorithm and the keys that it alone has, without seeds, machine and where a run lies; of each row "
+    "its first run."
 )
 CLAIMS = (
     "Claims: mean difference of shares (1 is 100 %), paired on items over the seeds of both rows. Held where both the "
@@ -85,25 +93,35 @@ def _number(result: SetResult, value: float | None, std: float | None = None) ->
 
 def _ours(result: SetResult, value: Value) -> str:
     seeds = f" ({len(value.seeds)} of {value.wanted})" if 0 < len(value.seeds) < value.wanted else ""
-    return _number(result, value.mean, value.std) + seeds
+    return _number(result, value.mean, value.std) + seeds + (MARK if value.other and value.seeds else "")
+
+
+def _command_of(result: SetResult, value: Value) -> str:
+    """Return the command that makes a cell, with the seeds and settings as typed."""
+    if result.command[1:2] != ["table"]:
+        return shlex.join(result.command)
+    column = f" columns='{value.column}'" if value.column is not None and len(result.spec.columns) > 1 else ""
+    typed = [word for word in result.command[3:] if not word.startswith(("rows=", "columns=", "scale="))]
+    command = f"mmrl table {result.name} rows='{value.row}'{column} scale={result.scale}"
+    return " ".join([command, *([shlex.join(typed)] if typed else [])])
 
 
 def _cell_rows(result: SetResult) -> Rows:
     """Return a line per cell."""
     numbers = ["ours", "std", "seeds", "95 % interval", "items", "paper", "difference"]
-    rows = [["row", "place", *numbers, "agrees", "command"]]
+    rows = [["row", "place", *numbers, "agrees", "settings", "command"]]
     for value in result.values:
         mean, std, paper = (_number(result, number) for number in (value.mean, value.std, value.paper))
         difference = agrees = ""
-        if result.scale == "paper" and value.mean is not None and value.paper is not None:
+        if result.scale == "paper" and not value.other and value.mean is not None and value.paper is not None:
             difference = f"{value.mean - value.paper:+.{len(paper.partition('.')[2])}f}"
         if value.agrees is not None:
             agrees = "yes" if value.agrees else "no"
         between = f"[{', '.join(_number(result, end) for end in value.interval)}]" if value.interval else ""
         seeds = f"{len(value.seeds)} of {value.wanted}"
-        column = f" columns='{value.column}'" if value.column is not None and len(result.spec.columns) > 1 else ""
-        command = f"mmrl table {result.name} rows='{value.row}'{column} scale={result.scale}"
-        columns = [seeds, between, str(value.items or ""), paper, difference, agrees, command]
+        settings = shlex.join(result.settings) if value.other else ""
+        columns = [seeds, between, str(value.items or ""), paper, difference, agrees, settings]
+        columns.append(_command_of(result, value))
         rows.append([value.row, value.label, mean, std, *columns])
     return rows
 
@@ -116,6 +134,8 @@ def _claim_rows(result: SetResult) -> Rows:
         claim, verdict, numbers = judged.claim, judged.verdict, [""] * 5
         if judged.rests_on:
             verdict += f"; rests on {', '.join(judged.rests_on)}"
+        if any(result.made_otherwise(row, column) for row in (claim.more, claim.than) for column in result.columns):
+            verdict += MARK
         if judged.difference is not None:
             intervals = [_interval(judged.interval), _interval(judged.over_seeds)]
             numbers = [signed(judged.difference), *intervals, str(judged.seeds), str(judged.items)]
@@ -168,7 +188,7 @@ def _summary_rows(result: SetResult, column: str, runs_by_row: Mapping[str, Sequ
         starts = [fmean(values) for run in runs if len(values := values_of(run.before, run.metric))]
         between = [gain.difference for gain in gains]
         line = [
-            row,
+            row + (MARK if result.made_otherwise(row, column) else ""),
             _learns(runs, seed_count),
             f"{seed_count}" if len(finished_runs) == seed_count else f"{len(finished_runs)} of {seed_count} done",
             _mean([gain.before for gain in gains] or starts),
@@ -233,6 +253,18 @@ def _seed_rows(runs_by_row: Mapping[str, Sequence[Scored]]) -> Rows:
     return table
 
 
+def _difference_part(result: SetResult, column: str) -> Part | None:
+    """Return the table of settings in which a column's rows differ; None for a single row."""
+    runs = {row: started[0].overview for row, started in result.started_in(column).items()}
+    if len(runs) < 2:
+        return None
+    rows = difference_rows(runs)
+    title = f"{f'{column}: ' if column else ''}settings in which the rows differ"
+    note = DIFFERENCES if len(rows) > 1 else f"{DIFFERENCES} Here there are none."
+    # Runs that a set has planned differ in what its words say.
+    return Part(title, rows, note, folded=bool(result.queue))
+
+
 def _pair_rows(result: SetResult, column: str, rows: Sequence[str]) -> Rows:
     """Return a line per pair: the better minus the other, with its interval."""
     table = [["pair", "items", "difference", "95 % interval"]]
@@ -269,6 +301,7 @@ class SetPage:
             parts.append(Part("Claims", _claim_rows(result), CLAIMS))
         if not result.spec.scores:
             parts += [part for column in result.columns for part in _training_parts(result, column)]
+            parts += [part for column in result.columns if (part := _difference_part(result, column)) is not None]
         if (case := case_study(result)) is not None:
             parts.append(Part(*case, words=True))
         if result.spec.scores:
@@ -316,6 +349,8 @@ class SetPage:
             "version": 2,
             "set": result.name,
             "head": result.head,
+            "command": shlex.join(result.command),
+            "settings": list(result.settings),
             "cells_done": result.done,
             "cells": result.total,
             "values": [asdict(value) for value in result.values],
@@ -338,16 +373,21 @@ class SetPage:
         lines = [": ".join(filter(None, [str(run.path), run.command_line()])) for run in runs]
         return rendered("set.html", title=self.result.name, page=self, runs=lines)
 
+    def _latex(self) -> str:
+        places, *ours = _grid(self.result, _ours)
+        table = pandas.DataFrame(ours, columns=places).to_latex(index=False, escape=True)
+        head = "".join(f"% {name}: {text}\n" for name, text in self.result.head.items())
+        return head + table
+
     def write(self, folder: Path) -> list[Path]:
         """Write `set.html`, `.md`, `.json`, `.csv`, `.tex` and a figure's files; returns their paths."""
         names, *cells = _cell_rows(self.result)
-        places, *ours = _grid(self.result, _ours)
         files: dict[str, str | bytes] = {
             "set.html": self.html(),
             "set.md": self.markdown(),
             "set.json": self.json(),
             "set.csv": pandas.DataFrame(cells, columns=names).to_csv(index=False),
-            "set.tex": pandas.DataFrame(ours, columns=places).to_latex(index=False, escape=True),
+            "set.tex": self._latex(),
             **(self.figure.files if self.figure else {}),
         }
         folder.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mmrl.config import EvalCommandConfig, RootConfig, StageConfig
@@ -14,8 +14,9 @@ from mmrl.config.base import value_at
 from mmrl.errors import ConfigError, gathered, refuse
 from mmrl.sets.cells import SetResult
 from mmrl.sets.queue import SetRun
+from mmrl.sets.settings import PLACES
 from mmrl.sets.spec import Command, SetSpec
-from mmrl.sets.words import words_of
+from mmrl.sets.words import is_below, words_of
 from mmrl.system.conf import options
 from mmrl.tasks import TASKS
 
@@ -33,7 +34,8 @@ class Planner:
     """Planner of a set's runs; each config is composed once, and each run exists once.
 
     Args:
-        overrides: overrides of every run, as typed; an evaluation has those that it can take.
+        overrides: overrides of every run; an evaluation has those that it can take.
+        typed: those of them that are no part of the set: what they change is marked on its page.
         config_dir: a folder of configs that the words need.
         folder: of the rows' runs, by their names; None: `RUNS`, by task, algorithm and digest.
     """
@@ -42,6 +44,7 @@ class Planner:
     scale: str
     compose: Compose
     overrides: Sequence[str]
+    typed: Sequence[str] = ()
     config_dir: str | None = None
     folder: Path | None = None
     runs: dict[Path, SetRun] = field(default_factory=dict)
@@ -56,6 +59,26 @@ class Planner:
         Raises:
             ConfigError: every problem of every config.
         """
+        spec, (cells, problems) = self.spec, self._planned(rows, columns, seeds)
+        refuse(dict.fromkeys(problems))
+        if changes := [word for word in self.typed if not is_below(word, PLACES)]:
+            own = replace(self, overrides=[word for word in self.overrides if word not in changes], runs={})
+            # A run that cannot be planned without them is not the set's own either.
+            own._planned(rows, columns, seeds)
+            for run in self.runs.values():
+                run.other = run.path not in own.runs
+        queue = list(self.runs.values())
+        trained = Counter((run.row, run.seed) for run in queue if run.command == "train")
+        for run in queue:
+            # The column is part of the name only if each column has a training of its own.
+            if run.command == "train" and trained[run.row, run.seed] == 1:
+                run.column = ""
+        return SetResult(name=name, spec=spec, scale=self.scale, rows=rows, columns=columns, runs=cells, queue=queue)
+
+    def _planned(
+        self, rows: Sequence[str], columns: Sequence[str], seeds: Sequence[int]
+    ) -> tuple[dict[tuple[str, str], list[SetRun]], list[str]]:
+        """Return the runs of each cell, and every problem of their configs."""
         spec = self.spec
         pairs = [(row, column) for row, column in spec.pairs if row in rows and column in columns]
         cells: dict[tuple[str, str], list[SetRun]] = {pair: [] for pair in pairs}
@@ -72,14 +95,7 @@ class Planner:
                     cells[row, column].append(self._run("eval" if spec.scores else "train", row, column, seed))
                 cell_name = f"{row} on {column}" if len(spec.columns) > 1 else row
                 problems += [f"{cell_name}: {problem}" for problem in cell_problems]
-        refuse(dict.fromkeys(problems))
-        queue = list(self.runs.values())
-        trained = Counter((run.row, run.seed) for run in queue if run.command == "train")
-        for run in queue:
-            # The column is part of the name only if each column has a training of its own.
-            if run.command == "train" and trained[run.row, run.seed] == 1:
-                run.column = ""
-        return SetResult(name=name, spec=spec, scale=self.scale, rows=rows, columns=columns, runs=cells, queue=queue)
+        return cells, problems
 
     def _run(self, command: Command, row: str, column: str, seed: int) -> SetRun:
         """Plan a run of a row, with the runs that it starts from."""

@@ -54,6 +54,8 @@ class Run:
     after: Self | None = None
     """The run whose policy it starts from or evaluates."""
     metric: str = ""
+    other: bool = False
+    """True: its settings are not those of its set."""
 
     @property
     def chain(self) -> list[Self]:

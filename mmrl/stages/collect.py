@@ -236,7 +236,9 @@ class Collector(Stage[TrainCommandConfig]):
             if self.reward_set == "gain":
                 by_id = {example.id: example for example in examples}
                 encode, score = partial(encode_text, self.tokenizer), self.trainer.forwards.policy_logprobs
-                forest = with_gains(forest, cast("Closing", self.task), by_id, encode, score)
+                # A plugin's own section need not have the key.
+                kind = getattr(self.config.task, "gain", "probability")
+                forest = with_gains(forest, cast("Closing", self.task), by_id, encode, score, kind)
         forest = self.log.processes.forest(forest, examples)
         failures = [(rollout.error, rollout.error_message) for rollout in forest.rollouts if rollout.error is not None]
         self.log.note_own_code(f"step {step}", failures, len(forest.rollouts))

@@ -14,9 +14,6 @@ from statistics import fmean
 from mmrl.records import Call, Example, Forest
 from mmrl.tasks.base import Closing, Task
 
-FACT = "gold_probability"
-"""Fact of a call: the probability of the gold answer before it."""
-
 
 def gold_problems(task: Task, examples: Sequence[Example]) -> list[str]:
     """Return the one sentence for a task that cannot be closed, or for examples without a gold answer."""
@@ -37,15 +34,17 @@ def with_gains(
     examples: Mapping[str, Example],
     encode: Callable[[str], Sequence[int]],
     logprobs: Callable[[Sequence[Call]], Sequence[Sequence[float]]],
+    kind: str = "probability",
 ) -> Forest:
     """Return the forest with `turn_reward` p(next call) - p(call) on every call that another one follows.
 
     p is exp of the mean log-probability of a gold answer's tokens after the call's prompt and the text that closes it
-    (`Closing.closing`), the highest of several gold answers.
+    (`Closing.closing`), or that mean itself with `kind="logprob"`; the highest of several gold answers. It becomes the
+    call's fact `gold_probability`, or `gold_logprob`.
 
     Args:
         encode: text to token ids.
-        logprobs: of the completion tokens of calls, under the policy.
+        logprobs: of the completion tokens of calls, under the policy at the sampling temperature.
     """
     closed = {}
     for name, example in examples.items():
@@ -66,14 +65,15 @@ def with_gains(
                 completion_tokens=len(gold),
             )
     scored = dict(zip(scored_calls, logprobs(list(scored_calls.values())), strict=True))
-    gold_probability = {
-        call.id: max(math.exp(fmean(scored[call.prompt_ids, gold])) for gold in closed[call.example][1])
+    likeliest = {
+        call.id: max(fmean(scored[call.prompt_ids, gold]) for gold in closed[call.example][1])
         for call in forest.calls.values()
     }
+    value = {name: math.exp(mean) if kind == "probability" else mean for name, mean in likeliest.items()}
     calls = {}
     for call in forest.calls.values():
-        now, after = gold_probability[call.id], [gold_probability[child] for child in forest.children[call.id]]
+        now, after = value[call.id], [value[child] for child in forest.children[call.id]]
         # What follows a call is the same for all that go on from it, so its children's prompts are, too.
         gain = fmean(after) - now if after else None
-        calls[call.id] = replace(call, turn_reward=gain, facts={**call.facts, FACT: now})
+        calls[call.id] = replace(call, turn_reward=gain, facts={**call.facts, f"gold_{kind}": now})
     return replace(forest, calls=calls)

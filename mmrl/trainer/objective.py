@@ -130,8 +130,8 @@ def token_loss(
     With `correction` the policy term, not the KL term, is multiplied by its weights. Two other policy terms:
 
     `gspo` (arXiv 2507.18071): r_t = exp(mean over the call's tokens of logprobs - old), one ratio for the whole call.
-    `cispo` (arXiv 2506.13585): -sg(clip(r_t, 1 - clip, 1 + clip_high)) A_t logprobs, sg: without gradient; the bound
-    limits how much a token weighs and takes no token's gradient away.
+    `cispo` (arXiv 2506.13585): -sg(min(r_t, 1 + clip_high)) A_t logprobs, sg: without gradient; the bound limits how
+    much a token weighs and takes no token's gradient away. There is no lower one, as in the paper's runs.
 
     k3 = exp(ref - logprobs) - (ref - logprobs) - 1 (Schulman's estimator, as in GRPO, arXiv 2402.03300, Eq. 4). The
     clipped term is PPO's (arXiv 1707.06347, Eq. 7). Every tensor has shape (E,).
@@ -156,7 +156,8 @@ def token_loss(
         sums = torch.zeros(int(calls.max()) + 1 if len(calls) else 0).to(log_ratio).index_add(0, calls, log_ratio)
         log_ratio = (sums / torch.bincount(calls).clamp(min=1))[calls]
     ratio = torch.exp(log_ratio)
-    bounded = ratio.clamp(1 - clip, 1 + high)
+    low = 0.0 if kind == "cispo" else 1 - clip
+    bounded = ratio.clamp(low, 1 + high)
     if kind == "cispo":
         per_token = -bounded.detach() * advantages * logprobs
     else:
@@ -174,9 +175,8 @@ def token_loss(
             per_token = per_token + beta * kl
     with torch.no_grad():
         # Beyond the bound, and on the side where the minimum takes the bounded branch: no gradient from this token.
-        always = torch.ones_like(ratio, dtype=torch.bool) if kind == "cispo" else None
-        lower_side, upper_side = (always, always) if always is not None else (advantages < 0, advantages > 0)
-        clipped = ((ratio < 1 - clip) & lower_side) | ((ratio > 1 + high) & upper_side)
+        upper_side = torch.ones_like(ratio, dtype=torch.bool) if kind == "cispo" else advantages > 0
+        clipped = ((ratio < low) & (advantages < 0)) | ((ratio > 1 + high) & upper_side)
     # A plain sum: `weights` hold every mean (over tokens, calls, groups), so packs and processes just add up.
     kl = None if kl is None else kl.detach()
     return TokenLoss((weights * per_token).sum(), ratio.detach(), clipped, kl, correction)

@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from dataclasses import replace
+from difflib import SequenceMatcher
 from types import SimpleNamespace
 
 import numpy as np
@@ -275,6 +276,51 @@ def test_gigpo_anchored_at_the_first_call_alone_is_grpo_after_it(forest):
         assert advantage(entry) == pytest.approx(factor * advantage(grpo[call]), abs=1e-9)
 
 
+def places(*names):
+    """Rollouts of one call, each in a state with this name."""
+    grow = Grow(("agent", "other"))
+    for index, name in enumerate(names):
+        module, _, state = name.rpartition(":")
+        grow.end(
+            grow.call(f"q/{index}", None, module or "agent", facts={"state": state}), float(index), id=f"q/{index}"
+        )
+    return grow.forest
+
+
+def test_states_named_alike_are_one_from_the_ratio_that_is_asked_for():
+    # 9 of 10 characters: a ratio of 0.9. The third is as alike to the second alone, which is not the state's first.
+    forest = places("0123456789", "012345678x", "01234567yx", "other:0123456789")
+
+    def sizes(similarity):
+        groups = credit(forest, "gigpo", similarity=similarity).groups
+        return [len(group.members) for group in groups if ":state" in group.id]
+
+    assert sizes(None) == sizes(0.95) == [1, 1, 1, 1]
+    assert sizes(0.9) == [2, 1, 1] and sizes(0.8) == [3, 1]
+
+
+@LAW
+@given(st.lists(st.text("ab", min_size=1, max_size=6), min_size=2, max_size=6), st.sampled_from([0.5, 0.8, 0.99]))
+def test_states_by_similarity_are_clusters_by_their_first_name(names, least):
+    clusters = []
+    for index, name in enumerate(names):
+        alike = (c for c in clusters if SequenceMatcher(None, name, names[c[0]]).ratio() >= least)
+        if (cluster := next(alike, None)) is None:
+            clusters.append([index])
+        else:
+            cluster.append(index)
+    groups = credit(places(*names), "gigpo", similarity=least).groups
+    found = [[int(member.call.id[2:]) for member in group.members] for group in groups if ":state" in group.id]
+    assert found == clusters
+
+
+def test_prompts_are_a_state_only_where_they_are_equal():
+    grow = Grow(("agent",))
+    for index in range(2):
+        grow.end(grow.call(f"q/{index}", None, "agent", prompt_ids=(*range(99), 100 + index)), float(index))
+    assert credit(grow.forest, "gigpo", similarity=0.5).metrics["credit/anchored_share"] == 0
+
+
 def test_equal_prompts_of_a_module_are_a_state():
     grow = Grow(("agent",))
     for index, reward in enumerate((1.0, 0.0)):
@@ -360,9 +406,34 @@ def test_whitening_by_turn_makes_both_kinds_white(forest):
 # -- IGPO --------------------------------------------------------------------------------------------------------------
 
 
+def test_igpo_worked_examples():
+    # Together: gains 0.5, -0.1, 0.2 and outcomes 1, 0 have mean 0.32 and deviation 0.443847. Apart: gains mean 0.2 and
+    # deviation 0.3, so 1, -1, 0; outcomes +-0.707107.
+    joint, apart = (by_call(credit(documented("gains"), "igpo", eps=0.0, normalise=n)) for n in ("joint", "separate"))
+    values = {"0a": 0.991333, "0b": 0.585787, "0c": 1.532061, "1a": -0.991333, "1b": -0.720969}
+    assert {call: advantage(entry) for call, entry in joint.items()} == pytest.approx(values, abs=1e-6)
+    values = {"0a": 0.707107, "0b": -0.292893, "0c": 0.707107, "1a": -0.707107, "1b": -0.707107}
+    assert {call: advantage(entry) for call, entry in apart.items()} == pytest.approx(values, abs=1e-6)
+    assert [(apart[call].group, apart[call].group_size) for call in ("0a", "0c")] == [("q:turns", 3), ("q", 2)]
+
+
+@pytest.mark.parametrize("normalise", ["joint", "separate"])
+def test_igpo_drops_an_example_only_where_neither_turns_nor_outcomes_differ(normalise):
+    dropping = {"normalise": normalise, "zero_variance": "drop"}
+    for gains, kept in (((0.5, 0.2), True), ((1.0, 1.0), False)):
+        result = credit(turns((gains[0], 1.0), (gains[1], 1.0)), "igpo", **dropping)
+        assert {sum(entry.weights) > 0 for entry in result.entries} == {kept}
+
+
+def test_igpo_apart_has_one_deviation_of_the_batch_for_turns_and_one_for_outcomes():
+    apart = {"normalise": "separate", "std_over": "batch", "eps": 0.0}
+    found = by_call(credit(turns((0.3, 1.0), (0.1, 0.0)), "igpo", **apart))
+    assert [entry.std for entry in found.values()] == pytest.approx([0.02**0.5, 0.5**0.5] * 2)
+
+
 @LAW
-@given(chains(turn_rewards=numbers), st.sampled_from([1.0, 0.5, 0.0]))
-def test_igpo_is_one_comparison_of_all_turns_added_up_from_the_end(forest, gamma):
+@given(chains(turn_rewards=numbers), st.sampled_from([1.0, 0.5, 0.0]), st.sampled_from(["joint", "separate"]))
+def test_igpo_normalises_turns_and_outcomes_and_adds_them_up_from_the_end(forest, gamma, normalise):
     rewards = defaultdict(list)
     for rollout in scored(forest):
         path = forest.path(rollout)
@@ -372,13 +443,19 @@ def test_igpo_is_one_comparison_of_all_turns_added_up_from_the_end(forest, gamma
     for rollouts in rewards.values():
         flat = iter(normal([value for own in rollouts for _, value in own]))
         normalised = [{call.id: next(flat) for call, _ in own} for own in rollouts]
+        if normalise == "separate":
+            gains = iter(normal([value for own in rollouts for _, value in own[:-1]]))
+            ends = iter(normal([own[-1][1] for own in rollouts]))
+            normalised = [
+                {call.id: next(gains) for call, _ in own[:-1]} | {own[-1][0].id: next(ends)} for own in rollouts
+            ]
         of_example = [rollout for rollout in scored(forest) if rollout.example == rollouts[0][-1][0].example]
         for rollout, values in zip(of_example, normalised, strict=True):
             running = 0.0
             for call in reversed(forest.path(rollout)):
                 running = values.get(call.id, 0.0) + gamma * running
                 expected[call.id] = [running]
-    found = rows(credit(forest, "igpo", gamma=gamma))
+    found = rows(credit(forest, "igpo", gamma=gamma, normalise=normalise))
     assert_same({call: expected[call] for call in found}, found)
 
 
@@ -389,7 +466,7 @@ class Closed:
         return "9", example.metadata["answers"]
 
 
-def gains_of(forest, golds, probability):
+def gains_of(forest, golds, probability, *kind):
     examples = {"q": Example(id="q", inputs={}, metadata={"answers": golds})}
     seen = []
 
@@ -397,7 +474,7 @@ def gains_of(forest, golds, probability):
         seen.extend((call.prompt_ids, call.completion_ids) for call in calls)
         return [[math.log(probability(call.prompt_ids, gold)) for gold in call.completion_ids] for call in calls]
 
-    return with_gains(forest, Closed(), examples, lambda text: [int(digit) for digit in text], logprobs), seen
+    return with_gains(forest, Closed(), examples, lambda text: [int(digit) for digit in text], logprobs, *kind), seen
 
 
 def prompted(*prompts):
@@ -423,6 +500,15 @@ def test_gains_add_up_and_a_gold_answer_of_several_tokens_has_their_mean(chances
     forest, _ = gains_of(prompted(*prompts), ["5" * tokens], lambda prompt, gold: chances[len(prompt) - 2])
     gains = [call.turn_reward for call in forest.calls.values()]
     assert sum(gains[:-1]) == pytest.approx(chances[-1] - chances[0]) and gains[-1] is None
+
+
+def test_a_gain_of_logprobs_counts_a_small_probability_as_much_as_a_large_one():
+    chance = {1: 1e-6, 2: 1e-3, 3: 1e-4}
+    prompts = (1,), (1, 2), (1, 2, 3)
+    forest, _ = gains_of(prompted(*prompts), ["55"], lambda prompt, gold: chance[len(prompt) - 1], "logprob")
+    logs = [math.log(value) for value in chance.values()]
+    assert [call.turn_reward for call in forest.calls.values()][:2] == pytest.approx([math.log(1e3), math.log(0.1)])
+    assert [call.facts for call in forest.calls.values()] == [{"gold_logprob": pytest.approx(value)} for value in logs]
 
 
 def test_equal_prompts_are_forwarded_once():

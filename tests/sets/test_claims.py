@@ -47,7 +47,8 @@ def result(cells, scale="paper", models=("tiny", "tiny"), claims=({"more": "A", 
     }
     vars(made)["read"] = (begun, [])
     vars(made)["runs"] = {
-        cell: [SimpleNamespace(path=Path("run"))] * (planned or len(rights)) for cell, rights in cells.items()
+        cell: [SimpleNamespace(path=Path("run"), seed=0, other=False)] * (planned or len(rights))
+        for cell, rights in cells.items()
     }
     return made
 

@@ -1,5 +1,6 @@
 """A set's runs as child processes: started, kept, resumed, refused, failed; with a stand-in for `mmrl train`."""
 
+import json
 import os
 import signal
 import subprocess
@@ -80,6 +81,14 @@ def test_a_chain_starts_from_what_the_run_before_has_made(calls, capsys):
     assert f"from={start}" in second and "algo=grpo" in second and "train.steps=2" in second
     assert "train.steps" not in first
     assert "mhgpo_fof+grpo: starts from the policy of mhgpo_fof" in capsys.readouterr().out
+
+
+def test_its_page_has_the_command_that_makes_it_again(calls):
+    assert main([*FEW, "jobs=2"]) == 0
+    page = json.loads(Path("outputs/sets/x/set.json").read_text())
+    assert page["command"] == "mmrl compare seed=0 algo=mhgpo_fof,mhgpo_rr task=hotpotqa name=x train.steps=2"
+    assert page["head"]["settings"] == "train.steps=2" and page["head"]["seeds"] == "0"
+    assert [value["other"] for value in page["values"]] == [False, False], "its settings are the set"
 
 
 def test_a_folder_of_something_else_is_not_touched(calls, capsys):

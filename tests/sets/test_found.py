@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
+import yaml
 
 from mmrl.cli import main
 from mmrl.report.charts import DARK_CSS
@@ -194,6 +195,31 @@ def test_the_files_of_a_page_and_names_that_are_markup(tmp_path):
     for target in re.findall(r"\]\(([^)]+)\)", files["set.md"].read_text()):
         assert (tmp_path / "out" / target).is_file()
     assert "&lt;b&gt;&amp;" in files["set.html"].read_text() and "<b>&" not in files["set.html"].read_text()
+
+
+def test_runs_side_by_side_say_in_what_they_differ_besides_the_algorithm(tmp_path, capsys):
+    one = made(tmp_path / "a", algo="grpo", group_size=8, beta=0.1)
+    other = made(tmp_path / "b", algo="mhgpo_rr", seed=1, propagate="full")
+    config = RunDir.read(other).config
+    config["train"]["lr"], config["hardware"] = 0.5, {"threads": 7}
+    (other / "config.yaml").write_text(yaml.safe_dump(config))
+    assert main(["compare", str(one), str(other), f"out={tmp_path / 'o'}"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"command: mmrl compare {one} {other}" in text and "seeds: 0; 1 of mhgpo_rr" in text
+    (rows,) = [rows for title, rows in parts(found(tmp_path)).items() if "differ" in title]
+    # Keys that one algorithm alone has are what it is; the machine changes no number.
+    assert rows == [
+        {"setting": "algo.group_size", "grpo": "8", "mhgpo_rr": "4"},
+        {"setting": "train.lr", "grpo": "-", "mhgpo_rr": "0.5"},
+    ]
+    assert re.search(r"train\.lr +\S+ +0\.5", text)
+
+
+def test_runs_that_differ_in_the_algorithm_alone_say_so(tmp_path):
+    for algo in ("grpo", "mhgpo_rr"):
+        made(tmp_path / algo, algo=algo)
+    (part,) = [part for part in SetPage(found(tmp_path)).parts if "differ" in part.title]
+    assert len(part.rows) == 1 and part.note.endswith("Here there are none.")
 
 
 def test_the_command_on_a_folder_writes_there(tmp_path, capsys):

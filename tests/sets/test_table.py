@@ -94,6 +94,50 @@ def test_what_is_missing_runs_once_and_is_shown_beside_the_paper(calls, capsys):
     assert "RR &gt; untrained" in (folder / "set.html").read_text()
 
 
+def test_what_was_typed_stands_on_the_page_and_marks_what_it_changes(calls, capsys):
+    assert main(TABLE) == 0
+    whole = Path("outputs/sets/own/mini/set.md").read_text()
+    assert "- command: mmrl table own scale=mini\n- seeds: 0, 1; 0 of untrained\n" in whole and " *" not in whole
+    capsys.readouterr()
+    # Trainings alone take it, and where a corpus lies is no other setting.
+    assert main([*TABLE, "seed=3", "train.steps=7", "task.corpus=here.json"]) == 0
+    command = "mmrl table own seed=3 scale=mini train.steps=7 task.corpus=here.json"
+    settings = "train.steps=7 task.corpus=here.json; what is marked * was not made with the set's own"
+    assert Path("outputs/sets/own/mini/set.md").read_text() == whole, "a page of its own"
+    folder = Path("outputs/sets/own/mini/selected")
+    pages = {path.suffix: " ".join(path.read_text().split()) for path in folder.glob("set.*")}
+    for kind in (".md", ".html", ".tex", ".json"):
+        text = pages[kind].replace("</b>", ":").replace("&#39;", "'")
+        assert command in text and settings in text and "3; 0 of untrained; the set's own are 0, 1" in text, kind
+    assert " ".join(f"settings: {settings}".split()[:6]) in " ".join(capsys.readouterr().out.split())
+    _, values = cells()
+    assert {row: values[row, "EM"]["other"] for row in ("untrained", "FoF", "RR")} == {
+        "untrained": False,
+        "FoF": True,
+        "RR": True,
+    }
+    table = {row["row"]: row for row in csv.DictReader((folder / "set.csv").open()) if row["place"] == "EM"}
+    assert table["untrained"]["settings"] == "" and table["FoF"]["settings"] == settings.partition(";")[0]
+    assert table["FoF"]["command"] == (
+        "mmrl table own rows='FoF' scale=mini seed=3 train.steps=7 task.corpus=here.json"
+    )
+    assert "| FoF | 60.0 *" in pages[".md"] and "| untrained | 20.0 |" in pages[".md"]
+    assert re.search(r"RR &gt; FoF</td><td>EM</td><td>[a-z ]+ \*</td>", pages[".html"].replace("\n", ""))
+
+
+def test_other_settings_are_not_compared_with_the_paper(calls):
+    words = ["table", "own", "rows=FoF", "seed=0"]
+    assert main([*words, "task.corpus=here.json"]) == 0
+    assert cells("paper")[1]["FoF", "EM"]["agrees"] is False
+    assert main([*words, "task.max_tokens=7"]) == 0
+    folder = Path("outputs/sets/own/paper/selected")
+    (row,) = (row for row in csv.DictReader((folder / "set.csv").open()) if row["place"] == "EM")
+    assert (row["paper"], row["difference"], row["agrees"]) == ("30.0", "", "")
+    # What the set's words say already is no other setting.
+    assert main([*words, "task=hotpotqa", "model=llama31_8b_instruct"]) == 0
+    assert cells("paper")[1]["FoF", "EM"]["other"] is False
+
+
 def test_items_that_stand_in_two_columns_count_once(calls):
     """As on the mini world, where NQ and HotpotQA are the same questions."""
     assert main(TABLE) == 0

@@ -9,6 +9,8 @@ from tests.helpers.programs import default_config, make, problems, saved
 TEXTS = {
     "hotpotqa": {
         ("rewriter", "system"): ("at most four simple sub-questions", "simple sub-questions"),
+        ("reranker", "system"): ("Choose the documents", "(such as 0, 1, 2)"),
+        ("reranker", "user"): ("such as 3, 0", "Output nothing else."),
         ("answerer", "system"): ("as briefly as possible", "as accurately as possible"),
     },
     "search_agent": {("agent", "user"): ("Think first, inside <think> and </think>.", "again each time")},

@@ -50,8 +50,9 @@ def test_without_beta_the_reference_only_reports() -> None:
         ("clip", None, [True, False, False, True, False, False], [0, 1.3, -0.7, 0, -1.0, -1.1]),
         # Its own upper bound: 1.3 is within.
         ("clip", 0.35, [False, False, False, True, False, False], [-1.3, 1.3, -0.7, 0, -1.0, -1.1]),
-        # A bounded weight takes away no gradient.
-        ("cispo", 0.15, [True, True, True, True, False, False], [-1.15, 1.15, -0.8, 0.8, -1.0, -1.1]),
+        # A weight bounded from above takes away no gradient.
+        ("cispo", 0.15, [True, True, False, False, False, False], [-1.15, 1.15, -0.7, 0.7, -1.0, -1.1]),
+        ("cispo", None, [True, True, False, False, False, False], [-1.2, 1.2, -0.7, 0.7, -1.0, -1.1]),
     ],
 )
 def test_gradients_of_clipped_ratios(kind: str, high: float | None, clipped: list[bool], gradient: list[float]) -> None:

@@ -82,7 +82,7 @@ def with_every_case(forest: Forest) -> Forest:
     """States that repeat; a first rollout that ends after an observation, if any; a last example whose rollouts are
     all alike."""
     last, first = forest.examples[-1], forest.rollouts[0]
-    calls = {key: replace(call, facts={"state": f"{call.turn}"}) for key, call in forest.calls.items()}
+    calls = {key: replace(call, facts={"state": f"turn {call.turn}"}) for key, call in forest.calls.items()}
     for key, call in calls.items():
         if call.example == last:
             calls[key] = replace(call, penalty=0.0, turn_reward=None)
@@ -251,6 +251,8 @@ acts("algo.ccpo", "bonus_coef", credit, 0.2, 0.5)
 acts("algo.ccpo", "success", credit, 0.5, 2.0)
 acts("algo.gigpo;algo.igpo", "gamma step_coef", credit, 1.0, 0.5)
 acts("algo.gigpo", "count", credit, "rollout", "call")
+acts("algo.gigpo", "similarity", credit, None, 0.5)
+acts("algo.igpo", "normalise", credit, "joint", "separate")
 acts("algo.mmgrpo", "group_size", credit, None, 2)
 acts(GROUPS, "eps", credit, 1e-6, 0.5, scale=True)
 acts(GROUPS, "ddof", credit, 1, 0, scale=True)

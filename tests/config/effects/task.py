@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from mmrl.rollout.sample import sample
 from mmrl.run.build import reward_set
 from mmrl.run.check import replay_problems
 from mmrl.run.settle import module_assignment
+from mmrl.stages.collect import Collector
 from mmrl.tasks import TASKS
 from tests.config.effects import Options, acts, agents, file_of, nested, refused
 from tests.helpers.programs import (
@@ -42,6 +44,7 @@ from tests.helpers.programs import (
     forest_of,
     spelled,
 )
+from tests.helpers.stages import TOKENIZER
 
 CHAINS = "task.hotpotqa;task.2wiki;task.musique"
 TURNS = "task.search_agent;task.search_o1;task.r1_searcher"
@@ -235,6 +238,26 @@ def played(name: str, options: Options, folder: Path) -> object:
     )
 
 
+def gained(name: str, options: Options, folder: Path) -> object:
+    """Turn rewards that the collector adds, where the gold answer becomes likelier with the prompt's length."""
+    task = built(name, {"corpus": OTHER_CORPUS, "max_tokens": 500, **options}, folder)
+    corpus = next(iter(task.search_tool.corpora))
+    example = replace(ASKED, inputs={**EXAMPLE.inputs, "corpus": corpus})
+    forest = rolled_out(task, Script(texts=TEXTS[name]), example, "gain")
+    task.close()
+    score = lambda calls: [[-1000 / len(call.prompt_ids)] * len(call.completion_ids) for call in calls]  # noqa: E731
+    processes = SimpleNamespace(all_sample=True, forest=lambda forest, examples: forest)
+    log = SimpleNamespace(processes=processes, timed=lambda name: nullcontext(), note_own_code=lambda *facts: None)
+    forwards = SimpleNamespace(settings=SimpleNamespace(critic=None), policy_logprobs=score)
+    config = SimpleNamespace(task=task.config, algo=None, train=SimpleNamespace(max_failed_share=1.0))
+    collector = SimpleNamespace(
+        log=log, trainer=SimpleNamespace(forwards=forwards), reward_set="gain", task=task, config=config
+    )
+    collector.tokenizer = TOKENIZER
+    made = Collector._complete(collector, (forest, {}), [example], 1, [])
+    return [call.turn_reward for call in made.calls.values()]
+
+
 def answered(name: str, options: Options, folder: Path) -> object:
     """Metrics of an answer that is spelled otherwise than the gold one."""
     task = built(name, options, folder)
@@ -284,6 +307,7 @@ acts("task.search_agent", "final_penalty", played, -1.0, -0.5, reward="turn")
 acts("task.search_agent", "em_needs_format", played, True, False, reward="turn")
 acts("task.search_agent", "format_check", played, "strict", "loose", reward="turn")
 acts("task.search_agent", "retrieval_match", played, "normalized", "case_insensitive", reward="turn")
+acts("task.search_agent", "gain", gained, "probability", "logprob")
 acts("task.tool_agent", "max_completion", played, 1024, 120, max_tokens=500)
 acts("task.tool_agent", "outcome_rewards", played, 4, 3)
 acts("task.tool_agent", "format_rewards", played, "strict", "released")
