@@ -7,6 +7,7 @@ the main metric, the reward and what its programs do.
 from __future__ import annotations
 
 import io
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -145,20 +146,27 @@ class SetFigure:
         """Meaning of lines, bands and numbers."""
         band = "from the lowest to the highest seed" if self.figure.band == "range" else "one standard deviation"
         lines = f"Mean over seeds, whose number follows each name; bands: {band}."
-        return f"{lines} Training curves are means of {WINDOW} steps."
+        made = f" Not with the set's own settings: {self.settings}." if self.settings else ""
+        return f"{lines} Training curves are means of {WINDOW} steps.{made}"
+
+    @property
+    def settings(self) -> str:
+        """Typed settings, where runs of the set are others for them; empty where none is."""
+        others = any(run.other for runs in self.result.runs.values() for run in runs)
+        return shlex.join(self.result.settings) if others else ""
 
     @cached_property
     def files(self) -> dict[str, str | bytes]:
         """`figure.svg`, `.png` and the drawn numbers, `.csv`; none before there is anything to draw."""
         points = [
-            (title, diagram.label, line.row, *point, line.seeds)
+            (title, diagram.label, line.row, *point, line.seeds, self.settings)
             for title, diagram, lines in self.panels
             for line in lines
             for point in zip(line.steps, line.mean, line.low, line.high, strict=True)
         ]
         if not points:
             return {}
-        head = ["column", "diagram", "row", "step", "mean", "low", "high", "seeds"]
+        head = ["column", "diagram", "row", "step", "mean", "low", "high", "seeds", "settings"]
         numbers = pandas.DataFrame(points, columns=head).to_csv(index=False, float_format="%.6g")
         svg, png = self._rendered()
         return {"figure.svg": svg, "figure.png": png, "figure.csv": numbers}

@@ -160,6 +160,11 @@ def _training_parts(result: SetResult, column: str) -> list[Part]:
     # Unfinished runs would be compared at different steps.
     if len(evaluated_rows) > 1:
         parts.append(Part(f"{title}, every pair", _pair_rows(result, column, evaluated_rows), AGAINST))
+    if len(runs_by_row) > 1:
+        settings = difference_rows({row: runs[0].overview for row, runs in runs_by_row.items()})
+        note = DIFFERENCES if len(settings) > 1 else f"{DIFFERENCES} Here there are none."
+        # Runs that a set has planned differ in what its words say.
+        parts.append(Part(f"{prefix}settings in which the rows differ", settings, note, folded=bool(result.queue)))
     several_seeds = any(len(result.runs[row, column]) > 1 for row in runs_by_row)
     parts.append(Part(f"{title}, every seed", _seed_rows(runs_by_row), folded=several_seeds))
     parts.append(Part(f"{prefix}cost of a run" if prefix else "Cost of a run", _cost_rows(runs_by_row), COSTS))
@@ -253,18 +258,6 @@ def _seed_rows(runs_by_row: Mapping[str, Sequence[Scored]]) -> Rows:
     return table
 
 
-def _difference_part(result: SetResult, column: str) -> Part | None:
-    """Return the table of settings in which a column's rows differ; None for a single row."""
-    runs = {row: started[0].overview for row, started in result.started_in(column).items()}
-    if len(runs) < 2:
-        return None
-    rows = difference_rows(runs)
-    title = f"{f'{column}: ' if column else ''}settings in which the rows differ"
-    note = DIFFERENCES if len(rows) > 1 else f"{DIFFERENCES} Here there are none."
-    # Runs that a set has planned differ in what its words say.
-    return Part(title, rows, note, folded=bool(result.queue))
-
-
 def _pair_rows(result: SetResult, column: str, rows: Sequence[str]) -> Rows:
     """Return a line per pair: the better minus the other, with its interval."""
     table = [["pair", "items", "difference", "95 % interval"]]
@@ -301,7 +294,6 @@ class SetPage:
             parts.append(Part("Claims", _claim_rows(result), CLAIMS))
         if not result.spec.scores:
             parts += [part for column in result.columns for part in _training_parts(result, column)]
-            parts += [part for column in result.columns if (part := _difference_part(result, column)) is not None]
         if (case := case_study(result)) is not None:
             parts.append(Part(*case, words=True))
         if result.spec.scores:

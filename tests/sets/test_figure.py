@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -116,3 +117,16 @@ def test_a_row_without_runs_leaves_the_others(tmp_path, two):
 )
 def test_a_label_beside_an_axis_breaks_between_words(label, lines):
     assert beside(label).splitlines() == lines and max(map(len, lines)) <= LABEL
+
+
+def test_what_was_typed_goes_with_the_figure_that_it_changes(tmp_path):
+    place = ("RR", "HotpotQA")
+    made = table({place: [run(tmp_path / "s0", {n: {"reward/mean": 0.1 * n} for n in (1, 2, 3)})]})
+    made = replace(made, settings=["train.steps=3"])
+    own = SetFigure(made, figure())
+    assert "train.steps" not in own.caption and {point["settings"] for point in numbers(own)} == {""}
+    made.runs[place][0].other = True
+    drawn = SetFigure(made, figure())
+    assert drawn.caption.endswith("Not with the set's own settings: train.steps=3.")
+    assert {point["settings"] for point in numbers(drawn)} == {"train.steps=3"}
+    assert "train.steps=3" in drawn.files["figure.svg"]
