@@ -299,11 +299,11 @@ def storage(path: object = None) -> Iterator[None]:
 
 SHOWN, LONGEST = 100, 2_000
 """Problems that are printed, of a file that may be wrong on every line; characters of one, which may quote a value."""
-_CODES = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_CODES = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def without_codes(text: str) -> str:
-    """Make codes visible that a terminal would obey, of names and values of others; line ends stay."""
+    """Make codes visible that a terminal would obey, of names and values of others; line ends and tabs stay."""
     return _CODES.sub(lambda code: repr(code[0])[1:-1], text)
 
 

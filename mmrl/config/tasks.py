@@ -131,7 +131,7 @@ class CorpusConfig(TaskConfig):
 class SampleConfig(TaskConfig):
     """Settings of tasks whose paper used a sample of the rows."""
 
-    # The papers draw rows of the official files; which ones is part of their numbers. A file of one's own is whole.
+    # The papers draw rows of the official files, as part of their numbers; a file of one's own is used whole.
     sample: Literal["all", "paper"] = Field("all", description="of data files, all rows, or those that the paper used")
 
 

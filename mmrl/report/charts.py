@@ -10,6 +10,7 @@ import html
 import io
 import json
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -228,8 +229,11 @@ def drawing(size: tuple[float, float] = SIZE) -> Iterator[tuple[Axes, Callable[.
 
         def svg(title: str, lines: Sequence[Line] = ()) -> str:
             buffer = io.StringIO()
-            # Not by `savefig`, which draws everything once more, for the layout alone.
-            canvas.print_svg(buffer, metadata={"Date": None})
+            with warnings.catch_warnings():
+                # Text stays text, in the fonts of whoever opens the page.
+                warnings.filterwarnings("ignore", "Glyph .* missing")
+                # Not by `savefig`, which draws everything once more, for the layout alone.
+                canvas.print_svg(buffer, metadata={"Date": None})
             found = bare_svg(buffer.getvalue(), title)
             if not lines:
                 return found

@@ -18,6 +18,7 @@ import numpy as np
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
+from mmrl.errors import without_codes
 from mmrl.models.load import located
 from mmrl.report import browser
 from mmrl.report.charts import DARK_CSS, evaluation_curve, lines_over_steps, reward_curve
@@ -140,7 +141,7 @@ def rendered(template: str, **values: object) -> bytes:
     """Render a page of `templates/`, as UTF-8."""
     page = templates().get_template(template).render(dark_css=DARK_CSS, **values)
     # A model may have written a lone surrogate, which UTF-8 cannot hold.
-    return hide(readable(page)).encode("utf-8", "replace")
+    return hide(without_codes(readable(page))).encode("utf-8", "replace")
 
 
 # --- parts of a run's page

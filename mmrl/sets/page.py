@@ -13,6 +13,7 @@ from statistics import fmean
 
 import pandas
 
+from mmrl.errors import without_codes
 from mmrl.report.html import rendered
 from mmrl.report.stats import duration, fixed, short, signed
 from mmrl.report.tables import Rows, interval, markdown
@@ -318,7 +319,7 @@ class SetPage:
                 rows = part.rows if part.words else [[*row, ""] for row in part.rows]
                 table = align(rows, width=WIDTH if part.words else None, words=part.words)
                 texts.append("\n".join([part.title, table, *([filled(part.note, WIDTH)] if part.note else [])]))
-        return "\n\n".join([*texts, *(filled(note, WIDTH) for note in self.result.notes)])
+        return without_codes("\n\n".join([*texts, *(filled(note, WIDTH) for note in self.result.notes)]))
 
     def markdown(self) -> str:
         """Render the page as Markdown, for a document beside the figure."""

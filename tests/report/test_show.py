@@ -19,7 +19,7 @@ from mmrl.stages.evaluate import evaluation_metrics, item_results
 from mmrl.stages.step_metrics import forest_metrics
 from mmrl.system.files import append_jsonl
 from tests.helpers.forests import Grow
-from tests.helpers.runs import CONFIG, MODULES, fake_run, forest, items
+from tests.helpers.runs import CONFIG, MODULES, fake_run, forest, items, metrics
 
 
 @pytest.fixture(scope="module")
@@ -237,6 +237,19 @@ def test_the_items_of_an_evaluation_and_the_calls_of_one(evaluated):
     ):
         with pytest.raises((CheckpointError, ConfigError), match=words):
             show_run(evaluated.path, **arguments)
+
+
+def test_codes_in_names_reach_neither_the_terminal_nor_the_page(tmp_path, recwarn):
+    odd = "m\x1b]0;title\x07\x1b[31m\u202e"
+    run = fake_run(tmp_path / "run", steps=10, config={**CONFIG, "run": {"name": odd, "dir": None}})
+    with RunDir.open(run.path) as written:
+        interval = {f"eval/dev/{odd}{end}": 0.5 for end in ("", "_low", "_high")}
+        told = metrics(11) | interval | {f"module/{odd}/reward": 1.0, f"task/{odd}": 1.0}
+        written.append_metrics(11, told)
+        written.append_metrics(12, told)
+    shown = show_run(run.path), report_run(run.path).read_text()
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", "".join(shown))
+    assert r"m\x1b]0;title\x07\x1b[31m\u202e" in shown[0] and not recwarn.list
 
 
 def test_an_evaluation_without_items_is_passed_over(tmp_path):
