@@ -74,11 +74,16 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     Raises:
         ConfigError: `model.path` cannot be loaded, or its chat template cannot be used.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    from mmrl.models.tokenizer import prepare
+    from mmrl.models.tokenizer import prepare, say, spells_otherwise
 
     tokenizer: PreTrainedTokenizerBase = _loaded(model, "tokenizer", AutoTokenizer)
+    with _refusing(model, "tokenizer"):
+        otherwise = spells_otherwise(tokenizer, _finder(model)("tokenizer.json"))
+    if otherwise:
+        say(model.path, f"{type(tokenizer).__name__} would cut texts otherwise than tokenizer.json, which is taken")
+        tokenizer = _loaded(model, "tokenizer", PreTrainedTokenizerFast)
     prepare(tokenizer, model)
     return tokenizer
 
