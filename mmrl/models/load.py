@@ -246,6 +246,7 @@ def _prepared(model: ModelConfig) -> tuple[PreTrainedConfig, Any, str]:
 
     config: PreTrainedConfig = _loaded(model, "config", AutoConfig)
     refuse_config(config, model.path)
+    _refuse_ends(model, config)
     kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
     # As the loader of all classes does it, for a model of several kinds of input of which this is the text's part.
     if kind.config_class is config.sub_configs.get("text_config"):
@@ -254,6 +255,23 @@ def _prepared(model: ModelConfig) -> tuple[PreTrainedConfig, Any, str]:
             config.quantization_config = whole.quantization_config
     switch_noise_off(config)
     return config, kind, choose_attention(config, kind, model)
+
+
+def _refuse_ends(model: ModelConfig, config: PreTrainedConfig) -> None:
+    """Refuse ends of a turn that are no token ids, and a file of them that transformers would pass over, damaged."""
+    values = [("config.json", getattr(config, "eos_token_id", None))]
+    file = _finder(model)("generation_config.json")
+    if file is not None:
+        try:
+            generation = json.loads(Path(file).read_text(encoding="utf-8"))
+            values.append(("generation_config.json", generation.get("eos_token_id")))
+        except (OSError, ValueError, AttributeError) as error:
+            raise ConfigError(f"model.path: {file} cannot be read: {reason_of(error)}") from None
+    for name, value in values:
+        if not all(type(one) is int for one in (value if isinstance(value, list) else [value]) if one is not None):
+            raise ConfigError(
+                f"model.path: eos_token_id of '{model.path}/{name}' is {value!r}, expected token ids, whole numbers"
+            )
 
 
 def _loaded(model: ModelConfig, part: str, kind: Any, **options: object) -> Any:
@@ -303,6 +321,8 @@ def _source(model: ModelConfig) -> str:
     local = model.path.startswith((".", "/", "~")) or model.path.count("/") > 1 or Path(source).exists()
     if local and not (Path(source) / "config.json").is_file():
         fault = "has no config.json" if Path(source).is_dir() else "is no folder"
+        if (Path(source) / "adapter_config.json").is_file():
+            fault = "is an adapter alone, which mmrl eval and algo.teachers take as a policy"
         raise ConfigError(f"model.path: '{model.path}' {fault}, expected the folder of a saved model or a hub id")
     if local and (Path(source) / "adapter_config.json").is_file():
         # transformers would put the adapter on top of the weights without a word.

@@ -42,8 +42,13 @@ def prepare(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> None:
     """
     if model.chat_template is not None:
         tokenizer.chat_template = PLAIN if model.chat_template == "plain" else _read_template(model.chat_template)
-    elif isinstance(tokenizer.chat_template, dict):  # one for each use
-        tokenizer.chat_template = tokenizer.chat_template.get("default")
+    elif isinstance(named := tokenizer.chat_template, dict):  # one for each use
+        if "default" not in named:
+            raise ConfigError(
+                f"model.chat_template: the chat templates of '{model.path}' are {', '.join(named)}, none is default; "
+                "give one of them, a Jinja file"
+            )
+        tokenizer.chat_template = named["default"]
     if not isinstance(tokenizer.chat_template, str):
         raise ConfigError(
             f"model.chat_template: the tokenizer of '{model.path}' has no chat template, as base models have none; use "

@@ -151,6 +151,12 @@ FAULTS: dict[str, tuple[Change, str]] = {
     "activation": (config(hidden_act="foo"), r"hidden_act is 'foo', which this transformers does not have"),
     "4 bits": (config(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}), "bytes, 4 bits"),
     "gptq": (config(quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 8}), r"\(gptq, 4 bits\)"),
+    "8 bits": (config(quantization_config={"load_in_8bit": True}), r"are quantised \(by an unnamed method\)"),
+    "ends in words": (
+        content("generation_config.json", '{"eos_token_id": "</s>"}'),
+        r"eos_token_id of '.*generation_config\.json' is '</s>', expected token ids",
+    ),
+    "generation is cut": (content("generation_config.json", '{"eos_'), r"generation_config\.json cannot be read"),
     "awq": (config(quantization_config={"quant_method": "awq", "bits": 4}), r"are quantised \(awq, 4 bits\)"),
 }
 ALONE = {"integers"}
@@ -342,3 +348,8 @@ def test_transformers_own_ignore_lists_hold(tmp_path: Path) -> None:
     model = make(tmp_path, Qwen2Config(**SIZES))
     with_more(model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(4))(tmp_path)
     assert skeleton(model)[1] == "" and AutoConfig.from_pretrained(tmp_path).model_type == "qwen2"
+
+
+def test_an_adapter_alone_is_named_as_one(tmp_path: Path) -> None:
+    content("adapter_config.json", "{}")(tmp_path)
+    assert "is an adapter alone" in refusals(ModelConfig(name="x", path=str(tmp_path)))[0]
