@@ -150,9 +150,9 @@ def skeleton(model: ModelConfig) -> tuple[PreTrainedModel, str]:
 
     loaded, (problem, note) = load({name: name for name in weights})
     if problem:
-        part, unwrapped = without_wrapper(weights)
-        if part and not load(unwrapped)[1][0]:
-            problem = saved_inside(part)
+        parts, unwrapped = without_wrapper(weights)
+        if parts and not load(unwrapped)[1][0]:
+            problem = saved_inside(parts)
     problem = problem or quantised(weights, loaded, scaled=bool(plain))
     if problem:
         raise ConfigError(f"model.path: {_cannot(model, 'weights')}: {problem}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -78,21 +78,24 @@ def judge(report: Mapping[str, Any], model: PreTrainedModel) -> tuple[str, str]:
     return "", f"{kind} has no place for {_named(unexpected, 'of its weights', _groups(unexpected))}; left out"
 
 
-def without_wrapper(names: Iterable[str]) -> tuple[str, Mapping[str, str]]:
-    """Return the part of names that a wrapper has added, empty for none, and each name without any such part."""
+def without_wrapper(names: Iterable[str]) -> tuple[list[str], Mapping[str, str]]:
+    """Return the parts of names that wrappers have added, and each name without them."""
     found = [part for part in WRAPPERS if any(f"{part}." in f".{name}" for name in names)]
     parts = re.compile("|".join(re.escape(part) + r"(?=\.)" for part in found) or "(?!)")
-    return next(iter(found), ""), {name: parts.sub("", f".{name}").removeprefix(".") for name in names}
+    return found, {name: parts.sub("", f".{name}").removeprefix(".") for name in names}
 
 
-def saved_inside(part: str) -> str:
-    """Return the sentence for weights whose names a wrapper's `part` keeps from being found."""
-    name = f"{part[1:]}."
-    renamed = f"save_file({{n.replace('{name}', ''): w for n, w in load_file(FILE).items()}}, FILE, {{'format': 'pt'}})"
+def saved_inside(parts: Sequence[str]) -> str:
+    """Return the sentence for weights whose names the parts of wrappers keep from being found."""
+    names = [f"{part[1:]}." for part in parts]
+    rename = "".join(f".replace('{name}', '')" for name in names)
+    renamed = f"save_file({{n{rename}: w for n, w in load_file(FILE).items()}}, FILE, {{'format': 'pt'}})"
     instead = f"the model inside of it, or rename them (safetensors.torch): {renamed}"
-    if WRAPPERS[part] == "peft":
+    if any(WRAPPERS[part] == "peft" for part in parts):
         instead = "what merge_and_unload() returns, or give the adapter's own folder (policy=)"
-    return f"they were saved inside the wrapper of {WRAPPERS[part]}, with '{name}' in their names; save {instead}"
+    wrappers = " and ".join(dict.fromkeys(WRAPPERS[part] for part in parts))
+    written = " and ".join(f"'{name}'" for name in names)
+    return f"they were saved inside the wrapper of {wrappers}, with {written} in their names; save {instead}"
 
 
 def quantised(weights: Mapping[str, Tensor], model: PreTrainedModel, scaled: bool) -> str:

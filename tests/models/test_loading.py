@@ -112,6 +112,10 @@ FAULTS: dict[str, tuple[Change, str]] = {
         r"FSDP, with '_fsdp_wrapped_module\.'",
     ),
     "ddp": (renamed(lambda n: f"module.{n}"), r"DDP or DeepSpeed, with 'module\.'"),
+    "two wrappers": (
+        renamed(lambda n: f"module._orig_mod.{n}"),
+        r"torch\.compile and DDP .* with '_orig_mod\.' and 'module\.' .*\('_orig_mod\.', ''\)\.replace\('module\.', ''",
+    ),
     "peft": (renamed(lambda n: f"base_model.model.{n.replace('proj.', 'proj.base_layer.')}"), "merge_and_unload"),
     "foreign names": (
         renamed(lambda n: f"foo.{n}"),
