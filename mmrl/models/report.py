@@ -75,6 +75,11 @@ def judge(report: Mapping[str, Any], model: PreTrainedModel) -> tuple[str, str]:
         return f"{_named(beyond, 'weight')} {_are(beyond)} of layers that config.json leaves out", ""
     if absent := [name for name in unexpected if _switched_off(name, model)]:
         return f"{_named(absent, 'weight')} {_are(absent)} of a part that config.json switches off", ""
+    if strange := [name for name in unexpected if _inside_layers(name, model)]:
+        return (
+            f"{_named(strange, 'weight')} {_are(strange)} of parts that the layers of {kind} do not have; an adapter "
+            "that was not merged, or another model_type?"
+        ), ""
     return "", f"{kind} has no place for {_named(unexpected, 'of its weights', _groups(unexpected))}; left out"
 
 
@@ -137,6 +142,19 @@ def _switched_off(name: str, model: PreTrainedModel) -> bool:
     parent, _, leaf = name.rpartition(".")
     try:
         return getattr(model.get_submodule(parent), leaf, model) is None
+    except AttributeError:
+        return False
+
+
+def _inside_layers(name: str, model: PreTrainedModel) -> bool:
+    """True for the weight of a part that a part of one of the model's layers lacks: they were trained with it."""
+    part, adapted, _ = name.partition(".lora_")
+    if not adapted:
+        if not name.endswith(".weight"):  # buffers and scales are no parts
+            return False
+        part = part.rpartition(".")[0].rpartition(".")[0]
+    try:
+        return re.search(r"\.\d+(\.|$)", part) is not None and model.get_submodule(part) is not None
     except AttributeError:
         return False
 

@@ -130,6 +130,18 @@ FAULTS: dict[str, tuple[Change, str]] = {
         with_more(model__layers__0__self_attn__q_proj__bias=torch.ones(16)),
         r"1 weight \(.*q_proj\.bias\) is of a part that config\.json switches off",
     ),
+    "norms of queries": (
+        with_more(model__layers__0__self_attn__q_norm__weight=torch.ones(8)),
+        r"1 weight \(model\.layers\.0\.self_attn\.q_norm\.weight\) is of parts that the layers of LlamaFor.* not have",
+    ),
+    "norms of a layer": (
+        with_more(model__layers__0__pre_feedforward_layernorm__weight=torch.ones(16)),
+        r"1 weight \(model\.layers\.0\.pre_feedforward_layernorm\.weight\) is of parts that the layers",
+    ),
+    "an adapter not merged": (
+        with_more(model__layers__1__mlp__up_proj__lora_A__default__weight=torch.ones(2, 16)),
+        r"1 weight \(.*lora_A\.default\.weight\) is of parts .* an adapter that was not merged",
+    ),
     "other heads": (config(num_key_value_heads=2), r"is 8×16 in its files and 16×16 by config\.json \(and 3 more\)"),
     "vocabulary": (config(vocab_size=41), r"is 40×16 in its files and 41×16 by config\.json"),
     "no heads": (
@@ -219,7 +231,7 @@ def test_torchs_own_format_is_read_without_its_code(tmp_path: Path) -> None:
     torch.save(found, tmp_path / "pytorch_model.bin")
     assert "model.norm.weight" in refusals(model)[0]
     torch.save({"a": Path("x")}, tmp_path / "pytorch_model.bin")
-    assert "pytorch_model.bin cannot be read" in refusals(model)[0]
+    assert "pytorch_model.bin cannot be read: it holds other things than weights" in refusals(model)[0]
 
 
 @pytest.mark.parametrize(
