@@ -12,13 +12,13 @@ from pickle import UnpicklingError
 from typing import TYPE_CHECKING
 
 from mmrl.errors import ConfigError, reason_of
+from mmrl.system.files import LFS
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
 SINGLE, INDEX = ("model.safetensors", "pytorch_model.bin"), ".index.json"
-LFS = b"version https://git-lfs.github.com/spec/"
 _TYPES = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "BF16": "bfloat16", "BOOL": "bool"}
 _KINDS = {"F": "float", "I": "int", "U": "uint"}
 

@@ -28,10 +28,9 @@ from pydantic import AfterValidator, BaseModel, ValidationError
 
 from mmrl.config.base import reasons
 from mmrl.errors import DataError
-from mmrl.models.headers import LFS
 from mmrl.models.hub import hub_answers
 from mmrl.retrieval.base import whole_text
-from mmrl.system.files import similar, user_path
+from mmrl.system.files import LFS, similar, user_path
 from mmrl.system.objects import OBJECT, imported
 from mmrl.tasks.data.places import FORMATS, files_of, names_files, parts_of
 
