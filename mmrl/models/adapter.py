@@ -21,7 +21,7 @@ from mmrl.models.report import FIRST, quiet
 
 if TYPE_CHECKING:
     from peft import LoraConfig as PeftLoraConfig
-    from peft import PeftConfig, PeftModel
+    from peft import PeftModel
     from torch import nn
     from transformers import PreTrainedModel
     from transformers.pytorch_utils import Conv1D
@@ -55,11 +55,13 @@ def with_adapters(model: PreTrainedModel, folders: Mapping[str, str]) -> PeftMod
     Raises:
         ConfigError: an adapter of another kind, or one that does not fit the model in all of its weights.
     """
-    from peft import get_peft_model
+    from peft import get_peft_model, get_peft_model_state_dict
 
     wrapped: PeftModel | None = None
     for name, folder in folders.items():
-        config, what = _saved_config(folder), f"policy: the adapter {folder}"
+        (config, names), what = _saved(folder), f"policy: the adapter {folder}"
+        if model.device.type == "meta":  # some beginnings of adapters are computed of the base's numbers
+            config.init_lora_weights = True
         try:
             with quiet():
                 if wrapped is None:
@@ -71,6 +73,9 @@ def with_adapters(model: PreTrainedModel, folders: Mapping[str, str]) -> PeftMod
             raise ConfigError(f"{what} does not fit {_kind(model)}: {reason_of(error)}") from error
         # peft takes a key for this adapter's where the name is anywhere in it.
         missing = [key for key in found.missing_keys if re.search(rf"\.lora_\w+\.{re.escape(name)}(\.|$)", key)]
+        # Biases of the base, which it does not look for.
+        saved = get_peft_model_state_dict(wrapped, adapter_name=name, save_embedding_layers=False)
+        missing += [key for key in saved if key.endswith(".bias") and ".lora_" not in key and key not in names]
         for keys, fault in ((missing, "lacks"), (found.unexpected_keys, "has, beside those that fit,")):
             if keys:
                 first = ", ".join(key.removeprefix("base_model.model.") for key in sorted(keys)[:FIRST])
@@ -79,8 +84,8 @@ def with_adapters(model: PreTrainedModel, folders: Mapping[str, str]) -> PeftMod
     return wrapped
 
 
-def _saved_config(folder: str) -> PeftConfig:
-    """Return the config of a saved adapter, whose files were looked at."""
+def _saved(folder: str) -> tuple[PeftLoraConfig, Collection[str]]:
+    """Return the config of a saved adapter and the names of its weights."""
     from peft import LoraConfig, PeftConfig
 
     try:
@@ -93,11 +98,11 @@ def _saved_config(folder: str) -> PeftConfig:
     if file is None:
         raise ConfigError(f"policy: {folder} has no weights of its adapter, expected {FILES[0]}")
     try:
-        file_weights(file)
+        names = file_weights(file).keys()
     except ConfigError as error:
         raise ConfigError(f"policy: {error}") from None
     config.inference_mode = True
-    return config
+    return config, names
 
 
 def _kind(model: PreTrainedModel) -> str:

@@ -8,16 +8,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING
 
 from mmrl.errors import ConfigError, reason_of
+from mmrl.system.files import LFS
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
 SINGLE, INDEX = ("model.safetensors", "pytorch_model.bin"), ".index.json"
-LFS = b"version https://git-lfs.github.com/spec/"
 _TYPES = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "BF16": "bfloat16", "BOOL": "bool"}
 _KINDS = {"F": "float", "I": "int", "U": "uint"}
 
@@ -82,6 +83,9 @@ def file_weights(path: Path) -> Mapping[str, Tensor]:
                 name: torch.empty(part.get_shape(), dtype=_dtype(part.get_dtype()), device="meta")
                 for name, part in slices.items()
             }
+    except UnpicklingError as error:
+        fault = "it holds other things than weights, whose code is not run" if "GLOBAL" in str(error) else ""
+        raise ConfigError(f"{path} cannot be read: {fault or _why(path, error)}") from None
     except Exception as error:  # of safetensors, zip, pickle and torch, each with types of its own
         raise ConfigError(f"{path} cannot be read: {_why(path, error)}") from None
 

@@ -74,11 +74,16 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     Raises:
         ConfigError: `model.path` cannot be loaded, or its chat template cannot be used.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    from mmrl.models.tokenizer import prepare
+    from mmrl.models.tokenizer import prepare, say, spells_otherwise
 
     tokenizer: PreTrainedTokenizerBase = _loaded(model, "tokenizer", AutoTokenizer)
+    with _refusing(model, "tokenizer"):
+        otherwise = spells_otherwise(tokenizer, _finder(model)("tokenizer.json"))
+    if otherwise:
+        say(model.path, f"{type(tokenizer).__name__} would cut texts otherwise than tokenizer.json, which is taken")
+        tokenizer = _loaded(model, "tokenizer", PreTrainedTokenizerFast)
     prepare(tokenizer, model)
     return tokenizer
 
@@ -145,9 +150,9 @@ def skeleton(model: ModelConfig) -> tuple[PreTrainedModel, str]:
 
     loaded, (problem, note) = load({name: name for name in weights})
     if problem:
-        part, unwrapped = without_wrapper(weights)
-        if part and not load(unwrapped)[1][0]:
-            problem = saved_inside(part)
+        parts, unwrapped = without_wrapper(weights)
+        if parts and not load(unwrapped)[1][0]:
+            problem = saved_inside(parts)
     problem = problem or quantised(weights, loaded, scaled=bool(plain))
     if problem:
         raise ConfigError(f"model.path: {_cannot(model, 'weights')}: {problem}")
@@ -241,6 +246,7 @@ def _prepared(model: ModelConfig) -> tuple[PreTrainedConfig, Any, str]:
 
     config: PreTrainedConfig = _loaded(model, "config", AutoConfig)
     refuse_config(config, model.path)
+    _refuse_ends(model, config)
     kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
     # As the loader of all classes does it, for a model of several kinds of input of which this is the text's part.
     if kind.config_class is config.sub_configs.get("text_config"):
@@ -249,6 +255,23 @@ def _prepared(model: ModelConfig) -> tuple[PreTrainedConfig, Any, str]:
             config.quantization_config = whole.quantization_config
     switch_noise_off(config)
     return config, kind, choose_attention(config, kind, model)
+
+
+def _refuse_ends(model: ModelConfig, config: PreTrainedConfig) -> None:
+    """Refuse ends of a turn that are no token ids, and a file of them that transformers would pass over, damaged."""
+    values = [("config.json", getattr(config, "eos_token_id", None))]
+    file = _finder(model)("generation_config.json")
+    if file is not None:
+        try:
+            generation = json.loads(Path(file).read_text(encoding="utf-8"))
+            values.append(("generation_config.json", generation.get("eos_token_id")))
+        except (OSError, ValueError, AttributeError) as error:
+            raise ConfigError(f"model.path: {file} cannot be read: {reason_of(error)}") from None
+    for name, value in values:
+        if not all(type(one) is int for one in (value if isinstance(value, list) else [value]) if one is not None):
+            raise ConfigError(
+                f"model.path: eos_token_id of '{model.path}/{name}' is {value!r}, expected token ids, whole numbers"
+            )
 
 
 def _loaded(model: ModelConfig, part: str, kind: Any, **options: object) -> Any:
@@ -298,6 +321,8 @@ def _source(model: ModelConfig) -> str:
     local = model.path.startswith((".", "/", "~")) or model.path.count("/") > 1 or Path(source).exists()
     if local and not (Path(source) / "config.json").is_file():
         fault = "has no config.json" if Path(source).is_dir() else "is no folder"
+        if (Path(source) / "adapter_config.json").is_file():
+            fault = "is an adapter alone, which mmrl eval and algo.teachers take as a policy"
         raise ConfigError(f"model.path: '{model.path}' {fault}, expected the folder of a saved model or a hub id")
     if local and (Path(source) / "adapter_config.json").is_file():
         # transformers would put the adapter on top of the weights without a word.

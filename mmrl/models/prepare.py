@@ -43,8 +43,10 @@ COMPUTED_BACK = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
 def quantised_by(config: PreTrainedConfig) -> str:
     """Return the method by which a model's weights are quantised, and how far; empty for plain weights."""
     found: Mapping[str, object] = getattr(config, "quantization_config", None) or {}
+    if not found:
+        return ""
     bits = found.get("bits") or (4 if found.get("load_in_4bit") else None)
-    return f"{found.get('quant_method', '')}{f', {bits} bits' if bits else ''}"
+    return f"{found.get('quant_method') or 'by an unnamed method'}{f', {bits} bits' if bits else ''}"
 
 
 def computed_back(config: PreTrainedConfig) -> dict[str, object]:
@@ -94,8 +96,9 @@ def switch_noise_off(config: PreTrainedConfig) -> None:
     for name, value in vars(config).items():
         if hasattr(value, "get_text_config"):
             switch_noise_off(value)
-        elif isinstance(value, float) and NOISE.search(name) and (config.model_type, name) not in READ_ALWAYS:
-            setattr(config, name, 0.0)
+        # A whole number too: JSON writes 1.0 as 1. A truth value says where, not how much.
+        elif type(value) in (float, int) and NOISE.search(name) and (config.model_type, name) not in READ_ALWAYS:
+            setattr(config, name, type(value)(0))
 
 
 def keep_still(model: PreTrainedModel) -> None:

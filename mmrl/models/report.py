@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -75,24 +75,32 @@ def judge(report: Mapping[str, Any], model: PreTrainedModel) -> tuple[str, str]:
         return f"{_named(beyond, 'weight')} {_are(beyond)} of layers that config.json leaves out", ""
     if absent := [name for name in unexpected if _switched_off(name, model)]:
         return f"{_named(absent, 'weight')} {_are(absent)} of a part that config.json switches off", ""
+    if strange := [name for name in unexpected if _inside_layers(name, model)]:
+        return (
+            f"{_named(strange, 'weight')} {_are(strange)} of parts that the layers of {kind} do not have; an adapter "
+            "that was not merged, or another model_type?"
+        ), ""
     return "", f"{kind} has no place for {_named(unexpected, 'of its weights', _groups(unexpected))}; left out"
 
 
-def without_wrapper(names: Iterable[str]) -> tuple[str, Mapping[str, str]]:
-    """Return the part of names that a wrapper has added, empty for none, and each name without any such part."""
+def without_wrapper(names: Iterable[str]) -> tuple[list[str], Mapping[str, str]]:
+    """Return the parts of names that wrappers have added, and each name without them."""
     found = [part for part in WRAPPERS if any(f"{part}." in f".{name}" for name in names)]
     parts = re.compile("|".join(re.escape(part) + r"(?=\.)" for part in found) or "(?!)")
-    return next(iter(found), ""), {name: parts.sub("", f".{name}").removeprefix(".") for name in names}
+    return found, {name: parts.sub("", f".{name}").removeprefix(".") for name in names}
 
 
-def saved_inside(part: str) -> str:
-    """Return the sentence for weights whose names a wrapper's `part` keeps from being found."""
-    name = f"{part[1:]}."
-    renamed = f"save_file({{n.replace('{name}', ''): w for n, w in load_file(FILE).items()}}, FILE, {{'format': 'pt'}})"
+def saved_inside(parts: Sequence[str]) -> str:
+    """Return the sentence for weights whose names the parts of wrappers keep from being found."""
+    names = [f"{part[1:]}." for part in parts]
+    rename = "".join(f".replace('{name}', '')" for name in names)
+    renamed = f"save_file({{n{rename}: w for n, w in load_file(FILE).items()}}, FILE, {{'format': 'pt'}})"
     instead = f"the model inside of it, or rename them (safetensors.torch): {renamed}"
-    if WRAPPERS[part] == "peft":
+    if any(WRAPPERS[part] == "peft" for part in parts):
         instead = "what merge_and_unload() returns, or give the adapter's own folder (policy=)"
-    return f"they were saved inside the wrapper of {WRAPPERS[part]}, with '{name}' in their names; save {instead}"
+    wrappers = " and ".join(dict.fromkeys(WRAPPERS[part] for part in parts))
+    written = " and ".join(f"'{name}'" for name in names)
+    return f"they were saved inside the wrapper of {wrappers}, with {written} in their names; save {instead}"
 
 
 def quantised(weights: Mapping[str, Tensor], model: PreTrainedModel, scaled: bool) -> str:
@@ -134,6 +142,19 @@ def _switched_off(name: str, model: PreTrainedModel) -> bool:
     parent, _, leaf = name.rpartition(".")
     try:
         return getattr(model.get_submodule(parent), leaf, model) is None
+    except AttributeError:
+        return False
+
+
+def _inside_layers(name: str, model: PreTrainedModel) -> bool:
+    """True for the weight of a part that a part of one of the model's layers lacks: they were trained with it."""
+    part, adapted, _ = name.partition(".lora_")
+    if not adapted:
+        if not name.endswith(".weight"):  # buffers and scales are no parts
+            return False
+        part = part.rpartition(".")[0].rpartition(".")[0]
+    try:
+        return re.search(r"\.\d+(\.|$)", part) is not None and model.get_submodule(part) is not None
     except AttributeError:
         return False
 

@@ -17,6 +17,7 @@ from mmrl.models.template_facts import notes, refusals
 from mmrl.system.files import user_path
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 LOG = logging.getLogger("mmrl.models")
@@ -27,6 +28,8 @@ PLAIN = (
     "{{ 'Assistant:' if add_generation_prompt }}"
 )
 """`model.chat_template=plain`: a transcript in plain text. A turn of the model ends with the end-of-text token."""
+CUT = "Don't cut 12345 words, x_1+=y2: CamelCase  IT'S\n\n\tété e\u0301 Å ﬁ ² 漢字かな \U0001f642 1,000.50 https://a.b/c?d=e#f"
+"""Text that tokenizers cut in ways of their own."""
 LONGEST_S = 20.0
 """Time that a chat template may take for a few short conversations."""
 
@@ -39,8 +42,13 @@ def prepare(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> None:
     """
     if model.chat_template is not None:
         tokenizer.chat_template = PLAIN if model.chat_template == "plain" else _read_template(model.chat_template)
-    elif isinstance(tokenizer.chat_template, dict):  # one for each use
-        tokenizer.chat_template = tokenizer.chat_template.get("default")
+    elif isinstance(named := tokenizer.chat_template, dict):  # one for each use
+        if "default" not in named:
+            raise ConfigError(
+                f"model.chat_template: the chat templates of '{model.path}' are {', '.join(named)}, none is default; "
+                "give one of them, a Jinja file"
+            )
+        tokenizer.chat_template = named["default"]
     if not isinstance(tokenizer.chat_template, str):
         raise ConfigError(
             f"model.chat_template: the tokenizer of '{model.path}' has no chat template, as base models have none; use "
@@ -69,11 +77,34 @@ def prepare(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> None:
             f"model.chat_template: the chat template of '{model.path}' {problems[0]}; give another one, a Jinja file"
         )
     for note in said:
-        _say(model.path, note)
+        say(model.path, note)
+
+
+def spells_otherwise(tokenizer: PreTrainedTokenizerBase, file: str | None) -> bool:
+    """Return whether a tokenizer cuts texts otherwise than the `tokenizer.json` that it was read from.
+
+    transformers builds the tokenizers of most classes anew, and takes of the file the vocabulary alone; a class that
+    was never the file's own (LlamaTokenizer over GPT-2's bytes) spells in tokens that the model was not trained on.
+    """
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if file is None or backend is None or type(tokenizer) is PreTrainedTokenizerFast:
+        return False
+    return _pieces(backend) != _pieces(Tokenizer.from_file(file))
+
+
+def _pieces(backend: Tokenizer) -> list[str]:
+    """Return what a text is cut into before the vocabulary is asked, but for a blank in front: settings give that."""
+    text = backend.normalizer.normalize_str(CUT) if backend.normalizer is not None else CUT
+    cutting = backend.pre_tokenizer
+    pieces = [piece for piece, _ in cutting.pre_tokenize_str(text)] if cutting is not None else [text]
+    return [pieces[0].lstrip(" \u2581\u0120"), *pieces[1:]]
 
 
 @cache
-def _say(path: str, note: str) -> None:
+def say(path: str, note: str) -> None:
     """Say it once in a process, however often a tokenizer is loaded."""
     LOG.warning("model.path=%s: %s", path, note)
 

@@ -129,7 +129,7 @@ def check_model(config: StageConfig) -> None:
     if isinstance(config, WeightsConfig) or needs_model(config.engine.name):
         empty, note = skeleton(model)
         _refuse_context(tokenizer, empty, config)
-        warnings.append(note)
+        warnings += [note, _tokens_without_weights(tokenizer, empty, model.path)]
         if model.lora is not None and (left_out := check_new_adapter(empty, model.lora)):
             warnings.append(f"model.lora.targets: {left_out}")
     for teacher in separate_teachers(config.algo):
@@ -154,7 +154,9 @@ def check_policy(policy: Policy, config: RootConfig, key: str = "policy") -> str
     own, model = re.compile(r"(model\.path|policy)(?=: )"), config.model.model_copy(update={"path": policy.base})
     try:
         empty, note = skeleton(model)
-        _refuse_context(load_tokenizer(model), empty, config)
+        tokenizer = load_tokenizer(model)
+        _refuse_context(tokenizer, empty, config)
+        note = "; ".join(filter(None, [note, _tokens_without_weights(tokenizer, empty, model.path)]))
         if policy.folders:
             with_adapters(empty, policy.folders)
     except ConfigError as error:
@@ -176,6 +178,32 @@ def _refuse_context(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, 
             f"{key}: got {limit}, in which no prompt fits: the chat template writes {least} tokens around a single "
             "character"
         )
+
+
+def _tokens_without_weights(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, path: str) -> str:
+    """Return in words which tokens are none of the model's; empty where all are.
+
+    Raises:
+        ConfigError: one of them is in every prompt, or ends a turn.
+    """
+    from mmrl.models.chat import render_prompt, template_ends
+
+    size = model.config.get_text_config().vocab_size
+    beyond = {number: token for token, number in tokenizer.get_vocab().items() if number >= size}
+    if not beyond:
+        return ""
+    prompt = render_prompt(tokenizer, [{"role": "user", "content": "?"}])
+    used = [number for number in (*prompt, tokenizer.eos_token_id, *template_ends(tokenizer)) if number in beyond]
+    if used:
+        raise ConfigError(
+            f"model.path: prompts of '{path}' have the token {beyond[used[0]]} ({used[0]}), and the model has {size} "
+            "tokens; expected the tokenizer that it was trained with, or a model whose embeddings were resized for it"
+        )
+    first = ", ".join(beyond[number] for number in sorted(beyond)[:3])
+    return (
+        f"model.path: {len(beyond)} tokens of the tokenizer are none of the model's ({first}): a prompt with one of "
+        f"them fails ('{path}')"
+    )
 
 
 RECORD = "run"

@@ -90,6 +90,7 @@ def _examined(config: TrainCommandConfig) -> Examined:
     found = Examined()
     native, tries = unsupported(model), unsupported_reason(model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    template = template_facts(tokenizer)
     adapter = "none: all weights are trained" if section.lora is None else targets_of(model, section.lora).described
     positions = getattr(text, "max_position_embeddings", None)
     attention = str(model.config._attn_implementation)
@@ -106,6 +107,8 @@ def _examined(config: TrainCommandConfig) -> Examined:
         )
         setup = EngineSetup(threads=config.hardware.threads, weights=section)
         engine = TransformersEngine(trainer.forwards.policy, tokenizer, config.engine.in_process, setup)
+    # Those of generation_config.json behind the template's.
+    ends = [token for token in tokenizer.convert_ids_to_tokens(sorted(engine.rules.eos_ids)) if token is not None]
     loop = WORDS[type(engine.decoder.loops[""])]
     found.ways = [*engine.ways, *trainer.ways]
     found.facts = {
@@ -115,7 +118,7 @@ def _examined(config: TrainCommandConfig) -> Examined:
         "engine": loop + (f" ({native})" if native else ""),
         "update": "packed tries" if trainer.forwards.tries else f"padded rows ({tries or 'train.packing'})",
         "adapter": adapter,
-        **_template(template_facts(tokenizer)),
+        **_template(template, tuple(dict.fromkeys([*template.ends, *ends]))),
     }
     return found
 
@@ -124,7 +127,7 @@ def _no_batch(step: int) -> StepBatch:
     raise AssertionError("nothing is trained")
 
 
-def _template(facts: TemplateFacts) -> dict[str, str]:
+def _template(facts: TemplateFacts, ends: tuple[str, ...]) -> dict[str, str]:
     """Return the rows of a chat template that was not refused: then its prompts are the tokenizer's own."""
     marks = ", ".join(facts.marks)
     return {
@@ -132,7 +135,7 @@ def _template(facts: TemplateFacts) -> dict[str, str]:
         "system text": "has a role" if facts.system == "role" else "opens the user's turn",
         "thinking": "a mode (model.thinking)" if facts.thinking else "no mode",
         "tools": facts.no_tools or "written, and calls can be read",
-        "ends of turn": ", ".join(facts.ends),
+        "ends of turn": ", ".join(ends),
         "date": "written (model.date)" if facts.dated else "not written",
         **({"parts of replies": f"{marks}: {'read' if facts.read else 'not read'}"} if marks else {}),
     }

@@ -25,6 +25,8 @@ from typing import Any, TypeAlias, TypeVar
 from mmrl.errors import ConfigError, DataError, nearest
 from mmrl.secrets import hide
 
+LFS = b"version https://git-lfs.github.com/spec/"
+"""Beginning of a pointer that Git LFS leaves in the place of a file."""
 T = TypeVar("T")
 JsonObject: TypeAlias = dict[str, Any]
 """A JSON object, as `json.loads` returns it: whoever reads a value must know its type."""

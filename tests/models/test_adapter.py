@@ -116,6 +116,51 @@ def test_an_adapter_of_a_base_of_another_size_is_refused(tmp_path: Path) -> None
         with_adapters(skeleton(other)[0], {"default": str(tmp_path / "ia3")})
 
 
+KINDS: dict[str, dict[str, Any]] = {
+    "pissa": {"init_lora_weights": "pissa"},
+    "olora": {"init_lora_weights": "olora"},
+    "dora": {"use_dora": True},
+    "biases": {"bias": "all"},
+    "biases of its layers": {"bias": "lora_only"},
+    "own biases": {"lora_bias": True},
+    "whole head": {"modules_to_save": ["lm_head"]},
+    "embeddings": {"target_modules": ["embed_tokens", "q_proj"]},
+    "tokens": {"trainable_token_indices": [3, 5]},
+    "ranks": {"rank_pattern": {"q_proj": 3}, "alpha_pattern": {"down_proj": 7}, "use_rslora": True},
+}
+LEFT_OUT = {
+    "dora": "lora_magnitude",
+    "biases": "mlp.down_proj.base_layer.bias",
+    "biases of its layers": "1.self_attn.q_proj.base_layer.bias",
+    "own biases": "lora_B.bias",
+    "whole head": "lm_head",
+    "embeddings": "lora_embedding_B",
+    "tokens": "tokens_delta",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_lora_is_pefts_or_refused_where_a_part_of_it_is_not_there(kind: str, tmp_path: Path) -> None:
+    model = make(tmp_path / "base", LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True))
+    folder = saved(tmp_path / "adapter", model, **KINDS[kind])
+    file = folder / "adapter_model.safetensors"
+    generator = torch.Generator().manual_seed(2)
+    drawn_ = {name: w + torch.randn(w.shape, generator=generator) * 0.1 for name, w in load_file(file).items()}
+    save_file(drawn_, file, {"format": "pt"})
+    plain = PeftModel.from_pretrained(load_model(model, "cpu"), str(folder)).eval()
+    loaded = with_adapters(load_model(model, "cpu"), {"default": str(folder)}).eval()
+    assert torch.allclose(loaded(IDS).logits, plain(IDS).logits, atol=1e-5)
+    with_adapters(skeleton(model)[0], {"default": str(folder)})
+    if (part := LEFT_OUT.get(kind)) is None:
+        return
+    kept = {name: w for name, w in drawn_.items() if part not in name}
+    assert len(kept) < len(drawn_)
+    save_file(kept, file, {"format": "pt"})
+    for base in (load_model(model, "cpu"), skeleton(model)[0]):
+        with pytest.raises(ConfigError, match=r"^policy: the adapter .* (lacks|does not fit)"):
+            with_adapters(base, {"default": str(folder)})
+
+
 def test_adapters_that_fit_are_those_of_peft(tmp_path: Path) -> None:
     model = make(tmp_path / "base")
     one, two = saved(tmp_path / "one", model), saved(tmp_path / "two", model, r=3)

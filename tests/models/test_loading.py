@@ -112,6 +112,10 @@ FAULTS: dict[str, tuple[Change, str]] = {
         r"FSDP, with '_fsdp_wrapped_module\.'",
     ),
     "ddp": (renamed(lambda n: f"module.{n}"), r"DDP or DeepSpeed, with 'module\.'"),
+    "two wrappers": (
+        renamed(lambda n: f"module._orig_mod.{n}"),
+        r"torch\.compile and DDP .* with '_orig_mod\.' and 'module\.' .*\('_orig_mod\.', ''\)\.replace\('module\.', ''",
+    ),
     "peft": (renamed(lambda n: f"base_model.model.{n.replace('proj.', 'proj.base_layer.')}"), "merge_and_unload"),
     "foreign names": (
         renamed(lambda n: f"foo.{n}"),
@@ -125,6 +129,18 @@ FAULTS: dict[str, tuple[Change, str]] = {
     "a bias": (
         with_more(model__layers__0__self_attn__q_proj__bias=torch.ones(16)),
         r"1 weight \(.*q_proj\.bias\) is of a part that config\.json switches off",
+    ),
+    "norms of queries": (
+        with_more(model__layers__0__self_attn__q_norm__weight=torch.ones(8)),
+        r"1 weight \(model\.layers\.0\.self_attn\.q_norm\.weight\) is of parts that the layers of LlamaFor.* not have",
+    ),
+    "norms of a layer": (
+        with_more(model__layers__0__pre_feedforward_layernorm__weight=torch.ones(16)),
+        r"1 weight \(model\.layers\.0\.pre_feedforward_layernorm\.weight\) is of parts that the layers",
+    ),
+    "an adapter not merged": (
+        with_more(model__layers__1__mlp__up_proj__lora_A__default__weight=torch.ones(2, 16)),
+        r"1 weight \(.*lora_A\.default\.weight\) is of parts .* an adapter that was not merged",
     ),
     "other heads": (config(num_key_value_heads=2), r"is 8×16 in its files and 16×16 by config\.json \(and 3 more\)"),
     "vocabulary": (config(vocab_size=41), r"is 40×16 in its files and 41×16 by config\.json"),
@@ -151,6 +167,12 @@ FAULTS: dict[str, tuple[Change, str]] = {
     "activation": (config(hidden_act="foo"), r"hidden_act is 'foo', which this transformers does not have"),
     "4 bits": (config(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}), "bytes, 4 bits"),
     "gptq": (config(quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 8}), r"\(gptq, 4 bits\)"),
+    "8 bits": (config(quantization_config={"load_in_8bit": True}), r"are quantised \(by an unnamed method\)"),
+    "ends in words": (
+        content("generation_config.json", '{"eos_token_id": "</s>"}'),
+        r"eos_token_id of '.*generation_config\.json' is '</s>', expected token ids",
+    ),
+    "generation is cut": (content("generation_config.json", '{"eos_'), r"generation_config\.json cannot be read"),
     "awq": (config(quantization_config={"quant_method": "awq", "bits": 4}), r"are quantised \(awq, 4 bits\)"),
 }
 ALONE = {"integers"}
@@ -209,7 +231,7 @@ def test_torchs_own_format_is_read_without_its_code(tmp_path: Path) -> None:
     torch.save(found, tmp_path / "pytorch_model.bin")
     assert "model.norm.weight" in refusals(model)[0]
     torch.save({"a": Path("x")}, tmp_path / "pytorch_model.bin")
-    assert "pytorch_model.bin cannot be read" in refusals(model)[0]
+    assert "pytorch_model.bin cannot be read: it holds other things than weights" in refusals(model)[0]
 
 
 @pytest.mark.parametrize(
@@ -342,3 +364,8 @@ def test_transformers_own_ignore_lists_hold(tmp_path: Path) -> None:
     model = make(tmp_path, Qwen2Config(**SIZES))
     with_more(model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(4))(tmp_path)
     assert skeleton(model)[1] == "" and AutoConfig.from_pretrained(tmp_path).model_type == "qwen2"
+
+
+def test_an_adapter_alone_is_named_as_one(tmp_path: Path) -> None:
+    content("adapter_config.json", "{}")(tmp_path)
+    assert "is an adapter alone" in refusals(ModelConfig(name="x", path=str(tmp_path)))[0]

@@ -34,6 +34,9 @@ NOISY: dict[str, PreTrainedConfig] = {
         **SIZES, num_local_experts=4, num_experts_per_tok=2, router_jitter_noise=0.3, input_jitter_noise=0.2
     ),
     "mixtral": MixtralConfig(**SIZES, num_local_experts=4, router_jitter_noise=0.3, attention_dropout=0.2),
+    "gpt2, whole numbers": GPT2Config(
+        vocab_size=40, n_embd=16, n_layer=2, n_head=2, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=1
+    ),
     "gpt2": GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, n_positions=64, resid_pdrop=0.2, embd_pdrop=0.2),
     "dbrx": DbrxConfig(
         vocab_size=40,

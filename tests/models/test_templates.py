@@ -85,3 +85,9 @@ def test_a_base_model_without_a_template_is_refused_with_the_setting_that_gives_
 def test_of_several_templates_the_default_one_is_used(tmp_path):
     config = make_folder(tmp_path, {"default": TEMPLATE, "tool_use": RAISING})
     assert load_tokenizer(config).chat_template == TEMPLATE
+
+
+def test_of_several_templates_none_may_be_left_to_chance(tmp_path):
+    config = make_folder(tmp_path, {"tool_use": TEMPLATE, "rag": RAISING})
+    with pytest.raises(ConfigError, match=r"the chat templates of .* are tool_use, rag, none is default"):
+        load_tokenizer(config)

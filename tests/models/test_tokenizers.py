@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -180,3 +181,36 @@ def test_a_tool_result_names_its_function_where_a_template_writes_it(tmp_path: P
     grown = tokenizer.decode(render_observation(tokenizer, prompt, [named])[len(prompt) :])
     assert grown.startswith("<|call|><|start|>functions.look_up to=assistant") and "born 1879" in grown
     assert _named(reply, [USER, {**result, "tool_call_id": "b"}]) == [USER, {**result, "tool_call_id": "b"}]
+
+
+def as_class(folder: Path, name: str) -> None:
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "tokenizer_class": name}))
+
+
+DIGITS = pre_tokenizers.Sequence(
+    [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+)
+
+
+@pytest.mark.parametrize("named", ["LlamaTokenizer", "LlamaTokenizerFast", "GPT2Tokenizer", "Qwen2TokenizerFast"])
+def test_a_class_that_is_not_the_files_own_is_passed_over(named: str, tmp_path: Path) -> None:
+    """As DeepSeek's and SmolLM's folders name one: transformers would build it with the file's vocabulary alone."""
+    config = make_folder(tmp_path)
+    inner = make_tokenizer().backend_tokenizer
+    inner.pre_tokenizer = DIGITS
+    inner.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    as_class(tmp_path, named)
+    tokenizer = load_tokenizer(config)
+    for text in ("the dog sat on 12 mats", "\n\n the  cat"):
+        assert encode_text(tokenizer, text) == inner.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_blank_in_front_is_put_there_as_the_class_has_it(scheme: str, tmp_path: Path) -> None:
+    config = make_folder(tmp_path)
+    sentencepiece(MISTRAL, scheme).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    as_class(tmp_path, "LlamaTokenizer")
+    assert type(load_tokenizer(config)).__name__ == "LlamaTokenizer"

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from mmrl.cli import main
 from mmrl.models.load import TINY
@@ -58,3 +59,33 @@ def test_a_model_that_a_run_would_refuse_is_refused_in_its_words(
     code, out, err = asked(capsys, f"model.path={tmp_path / 'model'}")
     assert code == 2 and not out
     assert err.startswith("error: model.path: ") and len(err.splitlines()) == 1
+
+
+def test_every_token_that_ends_a_turn_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    shutil.copytree(TINY, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    other = next(i for i in range(len(tokenizer)) if i != tokenizer.eos_token_id)
+    ends = {"eos_token_id": [tokenizer.eos_token_id, other]}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(ends))
+    code, out, _ = asked(capsys, f"model.path={tmp_path / 'model'}")
+    (row,) = [line for line in out.splitlines() if "ends of turn" in line]
+    assert code == 0 and tokenizer.convert_ids_to_tokens(other) in row and tokenizer.eos_token in row
+
+
+def test_tokens_that_the_model_does_not_have_are_refused_where_prompts_need_them(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Words of a tokenizer that the embeddings were not resized for; then one that the chat template writes."""
+    shutil.copytree(TINY, tmp_path / "model")
+    path, tokenizer = f"model.path={tmp_path / 'model'}", AutoTokenizer.from_pretrained(TINY)
+    size = json.loads((TINY / "config.json").read_text())["vocab_size"]
+    tokenizer.add_tokens([f"<word{n}>" for n in range(size - len(tokenizer) + 2)])
+    tokenizer.save_pretrained(tmp_path / "model")
+    code, out, err = asked(capsys, path)
+    assert code == 0 and "2 tokens of the tokenizer are none of the model's (<word" in err and "it can be used" in out
+    tokenizer.chat_template = (
+        "<word" + str(size - len(AutoTokenizer.from_pretrained(TINY)) + 1) + ">" + str(tokenizer.chat_template)
+    )
+    tokenizer.save_pretrained(tmp_path / "model")
+    code, out, err = asked(capsys, path)
+    assert code == 2 and err.startswith("error: model.path: prompts of ") and len(err.splitlines()) == 1

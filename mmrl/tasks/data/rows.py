@@ -30,7 +30,7 @@ from mmrl.config.base import reasons
 from mmrl.errors import DataError
 from mmrl.models.hub import hub_answers
 from mmrl.retrieval.base import whole_text
-from mmrl.system.files import similar, user_path
+from mmrl.system.files import LFS, similar, user_path
 from mmrl.system.objects import OBJECT, imported
 from mmrl.tasks.data.places import FORMATS, files_of, names_files, parts_of
 
@@ -239,6 +239,11 @@ class Source:
             ".txt": _topics,
         }
         try:
+            with path.open("rb") as file:
+                if file.read(len(LFS)) == LFS:
+                    raise ValueError(
+                        f"{path} is a pointer of Git LFS and not the file itself; get it by `git lfs pull`"
+                    )
             yield from readers[path.suffix.lower()](path)
         except OSError as error:
             raise DataError(f"{self.key}: cannot read {path}: {error.strerror or error}") from None
@@ -289,7 +294,11 @@ def _offline() -> Iterator[None]:
 def _json(path: Path) -> Iterator[Row]:
     # A JSON list is read whole; JSON Lines and parquet are streamed.
     text = path.read_text(encoding="utf-8-sig")
-    content = _parsed(text, str(path))
+    try:
+        content = _parsed(text, str(path))
+    except ValueError as error:
+        lines = "; records line by line are a .jsonl file" if "Extra data: line 2" in str(error) else ""
+        raise ValueError(f"{error}{lines}") from None
     if not isinstance(content, list):
         raise ValueError(f"{path}: got {type(content).__name__}, expected a JSON list of records")
     for number, values in enumerate(content):
@@ -303,7 +312,10 @@ def _jsonl(path: Path) -> Iterator[Row]:
             if not line.strip():
                 continue
             where = f"{path} line {number}"
-            yield Row(where, _parsed(line, where))
+            values = _parsed(line, where)
+            if isinstance(values, list):
+                raise ValueError(f"{where}: got a list, expected a record; a list of records is a .json file")
+            yield Row(where, values)
 
 
 def _parsed(text: str, where: str) -> object:
