@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, TypeVar
 from mmrl import rng
 from mmrl.engines.base import Completion, Engine, Request, Sampling
 from mmrl.errors import LengthFailure, RequestFailure
-from mmrl.models.chat import decode_text, marked, render_observation, render_prompt, template_of
+from mmrl.models.chat import decode_text, render_observation, render_prompt, template_of
+from mmrl.models.growing import GrowingText
 from mmrl.models.template import Messages, Tools
 from mmrl.records import Reply
 from mmrl.serve.conversations import Conversations
@@ -250,23 +251,13 @@ class _Running(Running):
 
     async def pieces(self) -> AsyncIterator[str]:
         """Yield the text in parts, as tokens come; together they are the answer's."""
-        tokenizer, stops = self._policy.tokenizer, self.parsed.stops
+        growing, stops, sent = GrowingText(self._policy.tokenizer), self.parsed.stops, 0
         # So many characters may be the beginning of a stop string, which must not be sent.
         held = max((len(stop) for stop in stops), default=1) - 1
-        ids: list[int] = []
-        # Text is decoded from a token before the new ones on: some tokenizers drop a space at the left edge.
-        context, decoded, text, sent, parts = 0, 0, "", 0, False
         while (token := await self._new.get()) is not None:
-            ids.append(token)
-            # What is text so far may be thoughts: the rest is sent when it is complete.
-            parts = parts or marked(tokenizer, [token])
-            if parts:
+            if not growing.add(token):
                 continue
-            before = decode_text(tokenizer, ids[context:decoded])
-            after = decode_text(tokenizer, ids[context:])
-            if len(after) <= len(before) or after.endswith("\ufffd"):  # half of a character
-                continue
-            text, context, decoded = text + after[len(before) :], decoded, len(ids)
+            text = growing.text
             ends = [start for stop in stops if (start := text.find(stop, max(0, sent - held))) >= 0]
             until = min(ends) if ends else len(text) - held
             if until > sent:
@@ -276,5 +267,5 @@ class _Running(Running):
                 break
         await asyncio.wait([self.task])
         final = self.finished.answers[0].text
-        if final[:sent] == text[:sent] and len(final) > sent:
+        if final[:sent] == growing.text[:sent] and len(final) > sent:
             yield final[sent:]
