@@ -176,7 +176,10 @@ def _encodings(value: str, name: str) -> dict[str, str]:
 
 
 class HidingStream:
-    """A text stream that hides secrets in what is written to it; all else is the stream's own."""
+    """A text stream that hides secrets in what is written to it; all else is the stream's own.
+
+    It stays open, since it is the process's: where a user's code closes what is below it, what is written is dropped.
+    """
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -186,16 +189,28 @@ class HidingStream:
         """Wrap `stream`, unless it is wrapped already."""
         return stream if isinstance(stream, cls) else cast(TextIO, cls(stream))
 
+    @property
+    def _open(self) -> bool:
+        return not getattr(self._stream, "closed", False)  # another program's stand-in may lack it
+
     def write(self, text: str) -> int:
         """Write `text` without its secrets."""
         # The length before hiding is returned: callers compare it with their own text.
-        self._stream.write(hide(text))
+        if self._open:
+            self._stream.write(hide(text))
         return len(text)
 
     def writelines(self, lines: list[str]) -> None:
         """Write each of `lines`."""
         for line in lines:
             self.write(line)
+
+    def flush(self) -> None:
+        """Flush what is below it."""
+        if self._open:
+            self._stream.flush()
+
+    close = flush
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)

@@ -71,7 +71,8 @@ def _main(argv: Sequence[str] | None) -> int:
         return 130
     except BrokenPipeError:
         # The reader of a pipe (`mmrl show RUN | head`) has seen enough; at exit Python would complain of the lost text.
-        sys.stderr.close()
+        if sys.__stderr__ is not None:
+            sys.__stderr__.close()
         return 0
     finally:
         if argv is None and threading.current_thread() is threading.main_thread():

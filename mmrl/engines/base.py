@@ -146,6 +146,9 @@ class Engine(ABC):
     def leave(self) -> None:  # noqa: B027
         """Note that a program has ended."""
 
+    async def rest(self) -> None:  # noqa: B027
+        """Return when nothing is under way any more for programs that have left, unless others are live."""
+
     @contextmanager
     def keeping(self) -> Iterator[None]:
         """Keep what is cached of prompts while no program is live, for requests that come one after the other."""

@@ -23,7 +23,8 @@ from mmrl.rollout.plans import Exchange, Fork, Tree
 from mmrl.rollout.tape import Event
 from mmrl.rollout.teachers import TeacherForcedContext
 from mmrl.system.objects import imported
-from mmrl.system.user_code import as_json, finite_numbers, located
+from mmrl.system.portal import on_rollout_loop
+from mmrl.system.user_code import as_json, copied, finite_numbers, located
 from mmrl.tasks.base import Canonical, Described, Guarded, Program, Score
 
 
@@ -46,7 +47,7 @@ class _Tree:
     def start(self, path: tuple[int, ...], replayed: Sequence[Event], forks: Sequence[Fork]) -> None:
         """Begin one branch; it counts as live at once, so that no deterministic batch starts without it."""
         # Before the task runs: a deterministic engine waits until all that entered have a request in it.
-        self._engine.enter()
+        self.engine.enter()
         # Not in the context of who forks, which is inside of a module: DSPy keeps its settings there.
         task = asyncio.create_task(self._branch(path, replayed, forks), context=self.context.copy())
         self.tasks.add(task)
@@ -55,10 +56,10 @@ class _Tree:
     def _ended(self, task: asyncio.Task[None]) -> None:
         """Note the end of a branch, also of one that was cancelled before its first step."""
         self.tasks.discard(task)
-        self._engine.leave()
+        self.engine.leave()
 
     @property
-    def _engine(self) -> Engine:
+    def engine(self) -> Engine:
         """The engine that the tree's live calls go to."""
         teacher = self.plan.teacher
         return self.env.engine if teacher is None else self.env.teachers[teacher].environment.engine
@@ -163,7 +164,7 @@ class _Tree:
         try:
             # Of the program alone: a judge has its own limit, and its time is not the model's doing.
             async with _limited(limit, ctx.env.engine):
-                prediction = await (program or ctx.env.task.program).run(self.example, ctx)
+                prediction = await (program or ctx.env.task.program).run(_own(self.example), ctx)
         except TimeoutError as error:
             raise RolloutTimeout(f"took longer than task.timeout_s={limit:g}") from error
         except RolloutError:
@@ -194,7 +195,7 @@ class _Tree:
     async def _score(self, ctx: RolloutContext, prediction: object) -> Score:
         with self.env.scoring.running():
             try:
-                scored = self.env.task.score(self.example, prediction, ctx.calls, self.reward_set)
+                scored = self.env.task.score(_own(self.example), prediction, ctx.calls, self.reward_set)
                 if inspect.isawaitable(scored):
                     # The program has ended, and its judge must hold up no batch of the programs still alive.
                     self.env.engine.leave()
@@ -266,13 +267,14 @@ async def _limited(limit: float, engine: Engine) -> AsyncIterator[None]:
             watch.cancel()
 
 
+@on_rollout_loop
 async def sample(
     env: Environment,
     plans: Sequence[tuple[Example, Sequence[Tree]]],
     reward_set: str,
     step: int = 0,
 ) -> Forest:
-    """Run every tree of every example concurrently and gather the forest.
+    """Run every tree of every example concurrently and gather the forest; all of it on the loop of rollouts.
 
     Args:
         plans: each example with the trees to sample for it.
@@ -281,8 +283,6 @@ async def sample(
     Returns:
         A forest whose calls and rollouts are ordered by (example, tree, branch), whatever order they finished in.
     """
-    # Ctrl-C inside a task would otherwise be printed once per branch.
-    asyncio.get_running_loop().set_exception_handler(_stopped_quietly)
     program = env.task.program
     with program.guarded() if isinstance(program, Guarded) else nullcontext():
         trees = [
@@ -311,6 +311,9 @@ async def sample(
             await asyncio.gather(*pending, return_exceptions=True)
             for example, _ in plans:
                 env.engine.end_session(example.id)
+            # The loop goes on: what an engine still does on it must not meet the trainer.
+            for tree in trees:
+                await tree.engine.rest()
     leaves = [leaf for tree in trees for leaf in tree.leaves()]
     calls: dict[str, Call] = {}
     for _, _, path in leaves:
@@ -359,6 +362,14 @@ def _canonical_call(call: Call, program: Canonical, encode: Callable[[str], Sequ
     )
 
 
+def _own(example: Example) -> Example:
+    """Return a copy for a user's code: what it changes must reach neither other rollouts nor later steps."""
+    inputs, metadata = (
+        {key: copied(value) for key, value in part.items()} for part in (example.inputs, example.metadata)
+    )
+    return replace(example, inputs=inputs, metadata=metadata)
+
+
 def _ends_the_process(error: BaseException) -> bool:
     """True for a stop and for mmrl's own cancelling; False for what user code has raised, `sys.exit()` among it."""
     if isinstance(error, asyncio.CancelledError):
@@ -405,9 +416,3 @@ def _finite(score: Score) -> Score:
         parts=finite_numbers(score.parts),
         turn_rewards=finite_numbers(score.turn_rewards),
     )
-
-
-def _stopped_quietly(loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
-    """Ignore a stop (Ctrl-C, SIGTERM) that hit a branch: the run reports it once, and not every task."""
-    if not isinstance(context.get("exception"), KeyboardInterrupt):
-        loop.default_exception_handler(context)

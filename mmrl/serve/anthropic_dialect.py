@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from mmrl.serve.front import Answer, Dialect, Running, failed
-from mmrl.serve.protocol import ChatRequest, SamplingRequest, parse_fields, parse_request
+from mmrl.serve.protocol import ChatRequest, Refused, SamplingRequest, parse_fields, parse_request
 
 STOPPED = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 """OpenAI's finish reasons in Anthropic's words."""
@@ -122,6 +122,7 @@ class MessagesRequest(_Body):
             named = {"type": "function", "function": {"name": self.tool_choice.name}}
             choices: dict[str, Any] = {"any": "required", "tool": named}
             body["tool_choice"] = choices.get(self.tool_choice.type, self.tool_choice.type)
+            body["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
         return body
 
 
@@ -131,6 +132,13 @@ class Messages(Dialect):
     def parse(self, body: bytes) -> SamplingRequest:
         """See `Dialect.parse`."""
         parsed = parse_fields(MessagesRequest, body, WITHOUT_EFFECT, NEUTRAL)
+        if parsed.messages[-1].role == "assistant":
+            raise Refused(
+                400,
+                "messages: the last one is the assistant's, and this server does not go on with a reply that was begun "
+                "(prefill); expected one of the user",
+                "messages",
+            )
         return parse_request(ChatRequest, json.dumps(parsed.as_openai()).encode())
 
     def reply(self, running: Running) -> dict[str, Any]:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import json
 import os
 import secrets
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mmrl.serve.front import Backend, Finished, Running, failed
 from mmrl.serve.protocol import LARGEST_REQUEST, ChatRequest, Refused, SamplingRequest
@@ -34,6 +34,13 @@ MOST_FILES = 65_536
 RETRY_S = 5.0
 """A client that has gone may come back for its reply within this time; then the call ends, and its slot is free."""
 ENDED = "there is no rollout of this key, or it has ended"
+
+
+class _Lost(NamedTuple):
+    """Call that nobody waits for."""
+
+    task: asyncio.Future[Finished]
+    expiry: asyncio.TimerHandle
 
 
 Chat = Callable[[ChatRequest, str | None], Coroutine[Any, Any, Finished]]
@@ -57,8 +64,8 @@ class Session(Backend):
         self.post = post
         self._chat, self._loop = chat, loop
         self._open = 0
-        self._calls: dict[bytes, _Call] = {}
-        """Request -> the last call that it made."""
+        self._lost: dict[bytes, list[_Lost]] = {}
+        """Request -> its calls whose clients have gone."""
 
     def refuse_crowd(self) -> None:
         """See `Backend.refuse_crowd`."""
@@ -70,14 +77,15 @@ class Session(Backend):
         assert isinstance(parsed, ChatRequest)
         module = self.named(parsed.model, headers)
         key = hashlib.sha256(body + b"\0" + (module or "").encode()).digest()
-        call = self._calls.get(key)
-        again = headers.get("x-stainless-retry-count", "0") != "0"
         # The same question a second time is a call of its own: only a client that did not get its reply repeats one.
-        if call is None or call.task.cancelled() or not (again or call.lost):
-            call = self._calls[key] = _Call(self.run(self._chat(parsed, module)))
+        # Whatever a header says of retries, a call whose client still waits belongs to that client.
+        if lost := self._lost.get(key):
+            task, expiry = lost.pop(0)
+            expiry.cancel()
+        else:
+            task = self.run(self._chat(parsed, module))
         self._open += 1
-        call.clients += 1
-        return Running(parsed=parsed, task=call.task, released=partial(self._left, call))
+        return Running(parsed=parsed, task=task, released=partial(self._left, key, task))
 
     def run(self, work: Coroutine[Any, Any, Finished]) -> asyncio.Future[Finished]:
         """Start work in the rollout's event loop."""
@@ -87,41 +95,42 @@ class Session(Backend):
             work.close()
             raise Refused(401, ENDED, code="invalid_api_key") from None
 
-    def _left(self, call: _Call, sent: bool) -> None:
+    def _left(self, key: bytes, task: asyncio.Future[Finished], sent: bool) -> None:
         """Note that a client has its reply, or has gone: then the call waits for a retry, and ends."""
         self._open -= 1
-        call.clients -= 1
-        call.lost = not sent
-        if not call.task.done() and not call.clients:
-            asyncio.get_running_loop().call_later(RETRY_S, lambda: None if call.clients else call.task.cancel())
+        if sent or task.cancelled():
+            return
 
+        def expire() -> None:
+            # A reply that is there already was recorded, and stays for whoever asks the same again.
+            if not task.done():
+                lost.remove(entry)
+                task.cancel()
 
-@dataclass(slots=True, eq=False)
-class _Call:
-    """Call of a rollout, for one client or for its retries."""
-
-    task: asyncio.Future[Finished]
-    clients: int = 0
-    lost: bool = False
-    """The last client went before it had the whole reply."""
+        lost = self._lost.setdefault(key, [])
+        entry = _Lost(task, asyncio.get_running_loop().call_later(RETRY_S, expire))
+        lost.append(entry)
 
 
 class Gateway:
     """Server of the process; see `gateway`."""
 
     def __init__(self) -> None:
-        self.url = ""
-        """Base of the API, up to and with /v1."""
+        self._address = ""
+        self._numbers = itertools.count(1)
         self._sessions: dict[str, Session] = {}
         self._results: dict[str, Session] = {}
         """Sessions by the credential for their result."""
         self._serving: asyncio.Task[None] | None = None
 
-    def open(self, session: Session) -> tuple[str, str]:
-        """Let a rollout's requests in; returns its key, and the credential for its result."""
+    def open(self, session: Session) -> tuple[str, str, str]:
+        """Let a rollout's requests in; returns its base URL, its key, and the credential for its result."""
+        # Some clients are kept by their address (LangChain's), and belong to the event loop that used them first: an
+        # agent that runs a loop of its own needs an address of its own.
+        url = f"{self._address}/{next(self._numbers)}/v1"
         key, credential = f"mmrl-{secrets.token_urlsafe(24)}", f"mmrl-result-{secrets.token_urlsafe(24)}"
         self._sessions[key], self._results[credential] = session, session
-        return key, credential
+        return url, key, credential
 
     def close(self, key: str, credential: str) -> None:
         """Let nothing of a rollout in any more."""
@@ -132,6 +141,8 @@ class Gateway:
         import resource  # Windows has none
 
         from fastapi import FastAPI
+        from starlette.applications import Starlette
+        from starlette.routing import Mount
 
         # Each agent has a connection with two ends here: the usual 1024 files are too few for a large batch.
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -141,9 +152,9 @@ class Gateway:
         add_routes(app, partial(_of, self._sessions))
         app.add_route("/v1/mmrl/result", self._take_result, methods=["POST"])
         bound = listening()
-        self.url = f"http://127.0.0.1:{bound.getsockname()[1]}/v1"
+        self._address = f"http://127.0.0.1:{bound.getsockname()[1]}"
         # An agent may work for long between two calls; uvicorn would close its connection after five seconds.
-        server = make_server(app, log_level="error", timeout_keep_alive=3600)
+        server = make_server(Starlette(routes=[Mount("/{number}", app)]), log_level="error", timeout_keep_alive=3600)
         self._serving = asyncio.get_running_loop().create_task(server.serve(sockets=[bound]))
 
     async def _take_result(self, request: HttpRequest) -> Response:

@@ -28,7 +28,7 @@ WITHOUT_EFFECT = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"),
     *("prompt_cache_retention", "prediction", "verbosity"),
 )
-"""Fields that no completion depends on."""
+"""Fields that no completion depends on, where the schema has none."""
 NEUTRAL: Mapping[str, Sequence[object]] = {
     "n": (1,),
     "best_of": (1,),
@@ -228,6 +228,7 @@ class ChatRequest(SamplingRequest):
     n: int = Field(1, ge=1, le=MOST_CHOICES)
     tools: list[OfFunction] = Field([], max_length=MOST_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | OfFunction = "auto"
+    parallel_tool_calls: bool = True
     response_format: ResponseFormat | None = None
     logprobs: bool = False
     reasoning_effort: str | None = None
@@ -310,7 +311,8 @@ def parse_fields(
         if value is not None and value not in harmless:
             raise Refused(400, f"{name}: this server does not have it; leave it out", name, "unsupported_parameter")
     # null stands for a field that is left out
-    values = {name: value for name, value in fields.items() if value is not None and name not in ignored}
+    unread = set(ignored) - set(schema.model_fields)
+    values = {name: value for name, value in fields.items() if value is not None and name not in unread}
     try:
         return schema.model_validate(values)
     except ValidationError as error:

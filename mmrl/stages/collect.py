@@ -8,12 +8,10 @@ then every process holds the whole forest. With `train.staleness` the rollouts o
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
@@ -33,6 +31,7 @@ from mmrl.rollout.teachers import LoadedTeacher, teachers_of_step
 from mmrl.stages import Stage
 from mmrl.stages.information_gain import with_gains
 from mmrl.stages.step_metrics import lag_metrics, refuse_failures
+from mmrl.system.portal import STOP_S, Job, rollout_loop
 from mmrl.tasks.base import Canonical, Closing
 from mmrl.trainer.forwards import annotate
 from mmrl.trainer.objective import TrainCall
@@ -44,8 +43,6 @@ if TYPE_CHECKING:
 Batch = TypeVar("Batch")
 Plan: TypeAlias = tuple[Example, Sequence[Tree]]
 """An example and the trees to sample for it."""
-STOP_S = 30.0
-"""Longest wait for a cancelled batch to end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,45 +66,6 @@ Rollouts: TypeAlias = tuple[Forest, Mapping[str, float]]
 """Rollouts of this process for a step, and their seconds: generate, retrieve, tokenize, rollout (clock)."""
 
 
-class Ahead(Generic[Batch]):
-    """A batch that is sampled in a thread and an event loop of its own.
-
-    When `batch` is done, nothing of it is under way any more.
-    """
-
-    def __init__(self, work: Callable[[], Coroutine[object, object, Batch]]):
-        self.batch: Future[Batch] = Future()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._task: asyncio.Task[Batch] | None = None
-        self._closed = False
-        # A daemon: a run that is being killed must not wait for a server that does not answer.
-        self._thread = threading.Thread(target=self._run, args=(work,), name="mmrl-prefetch", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Cancel it; may be called twice."""
-        self._closed = True
-        if not self._thread.is_alive():
-            return
-        if self._loop is not None and self._task is not None:
-            with suppress(RuntimeError):  # it has just ended
-                self._loop.call_soon_threadsafe(self._task.cancel)
-        self._thread.join(STOP_S)
-
-    def _run(self, work: Callable[[], Coroutine[object, object, Batch]]) -> None:
-        try:
-            self.batch.set_result(asyncio.run(self._main(work)))
-        except BaseException as error:  # raised again by `Prefetch.take`, in the thread that trains
-            self.batch.set_exception(error)
-
-    async def _main(self, work: Callable[[], Coroutine[object, object, Batch]]) -> Batch:
-        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
-        # `close` may have run between the thread's start and here, when there was no task to cancel yet.
-        if self._closed:
-            raise asyncio.CancelledError
-        return await work()
-
-
 class Prefetch(Generic[Batch]):
     """Batches that are sampled ahead (`train.staleness`), each of one version of the policy.
 
@@ -116,7 +74,7 @@ class Prefetch(Generic[Batch]):
     """
 
     def __init__(self) -> None:
-        self._under_way: dict[int, Ahead[Batch]] = {}
+        self._under_way: dict[int, Job[Batch]] = {}
         self._batches: dict[int, Future[Batch]] = {}
 
     @property
@@ -126,8 +84,8 @@ class Prefetch(Generic[Batch]):
 
     def start(self, step: int, work: Callable[[], Coroutine[object, object, Batch]]) -> None:
         """Begin `work` for `step`."""
-        self._under_way[step] = Ahead(work)
-        self._batches[step] = self._under_way[step].batch
+        self._under_way[step] = Job(work(), rollout_loop())
+        self._batches[step] = self._under_way[step].ended
 
     def wait(self, step: int | None = None) -> None:
         """Return when the batch of a step is there; None: all of them."""
@@ -151,8 +109,10 @@ class Prefetch(Generic[Batch]):
 
     def close(self) -> None:
         """Cancel what is under way and drop it; may be called twice."""
-        for ahead in self._under_way.values():
-            ahead.close()
+        for job in self._under_way.values():
+            job.cancel()
+        # Not for ever: a run that is being killed must not wait for a server that does not answer.
+        futures.wait([job.ended for job in self._under_way.values()], STOP_S)
 
 
 @dataclass(kw_only=True)
@@ -238,7 +198,7 @@ class Collector(Stage[TrainCommandConfig]):
 
     async def _roll_out(self, examples: Sequence[Example], step: int, version: int | None) -> Rollouts:
         """Sample this process's rollouts of some examples, by a version of the policy; None: the newest."""
-        # May run in the prefetching thread while the trainer works: reads nothing that training changes.
+        # May run on the loop of rollouts while the trainer works: reads nothing that training changes.
         env, plans = self.planned(examples, (self.config.seed, step))
         env.version = version
         started, busy, tokenized = time.perf_counter(), self.engine.busy_s, tokenizer_seconds()

@@ -152,7 +152,7 @@ def listening(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
     return bound
 
 
-def make_server(app: FastAPI, **options: Any) -> uvicorn.Server:
+def make_server(app: ASGIApp, **options: Any) -> uvicorn.Server:
     """Return a server of this process, to be run with a socket.
 
     Args:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import copy
+import functools
 import inspect
+import logging
 import math
+import sys
 import sysconfig
 import threading
 import traceback
@@ -15,12 +19,14 @@ from contextlib import suppress
 from decimal import Decimal
 from numbers import Real
 from pathlib import Path
+from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 from pydantic_core import to_jsonable_python
 
 from mmrl.errors import ProgramFailure, RewardFailure, RolloutError
 from mmrl.records import LARGEST
+from mmrl.system.portal import Job, agent_loop, thread_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -31,6 +37,14 @@ MOST_AT_ONCE = 32
 MOST_FRAMES = 20
 MOST_CHARACTERS = 4000
 """Limits of a traceback that is reported."""
+
+LOOK_S, BLOCKED_LOOKS = 0.25, 4
+"""Pause between looks at the loop of agents, and looks at one and the same place after which it counts as blocked."""
+
+log = logging.getLogger("mmrl.agents")
+
+_IDLE = asyncio.BaseEventLoop._run_once.__code__  # type: ignore[attr-defined]
+"""What calls the selector in which a loop waits."""
 
 _OWN = Path(__file__).parents[1]
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -80,15 +94,62 @@ def carried(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-async def in_own_loop(function: Callable[..., Any], *args: object) -> Any:
-    """Call a function, async or not, in a thread of its own, where what it awaits has an event loop of its own.
+async def on_agent_loop(result: Awaitable[T]) -> T:
+    """Await what an agent's code has returned, on the loop of agents: a client that it keeps serves every rollout.
 
-    So one that blocks in an async function holds up nothing but itself. Cancelling cancels what it awaits.
+    Where one blocks that loop, those that have not begun get loops of their own, so that it holds up itself alone.
+
+    Raises:
+        ProgramFailure: it would end the process.
     """
+    # Popped by whoever is first: the loop of agents, or this one that takes it back.
+    not_begun = {"result": result}
+
+    async def begun() -> T:
+        mine = not_begun.pop("result", None)
+        if mine is None:
+            raise asyncio.CancelledError
+        try:
+            return await mine
+        except (KeyboardInterrupt, SystemExit, GeneratorExit) as error:  # as in `in_thread`
+            raise ProgramFailure(f"{type(error).__name__}: {error}") from None
+
+    job, places = Job(begun(), agent_loop()), list[tuple[int, int]]()
+    ended = asyncio.wrap_future(job.ended)
+    try:
+        while not_begun:
+            frame = sys._current_frames()[thread_of(agent_loop())]
+            # Busy code (imports, a large prompt) is somewhere else at each look; an idle loop was not woken yet.
+            if frame.f_back is not None and frame.f_back.f_code is not _IDLE:
+                places.append((id(frame), frame.f_lasti))
+            blocked = bool(places) and places.count(places[-1]) > BLOCKED_LOOKS
+            if blocked and (mine := not_begun.pop("result", None)) is not None:
+                _say_blocked(user_location(frame))
+                return await _in_own_loop(mine)
+            await asyncio.wait([ended], timeout=LOOK_S)
+        return await job.awaited(patience_s=0)
+    finally:
+        job.cancel()
+        ended.cancel()
+        if inspect.iscoroutine(mine := not_begun.pop("result", None)):
+            mine.close()  # cancelled before it began
+
+
+@functools.cache
+def _say_blocked(where: str) -> None:
+    log.warning(
+        "async code of the agent blocks its event loop%s: what waits for that loop gets one of its own, where a client "
+        "that the code keeps does not work; await there, or make it a plain function",
+        f" ({where})" if where else "",
+    )
+
+
+async def _in_own_loop(result: Awaitable[T]) -> T:
+    """Await something in a thread and an event loop of its own; cancelling cancels it."""
     running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
     cancelled = threading.Event()
 
-    async def awaited(result: Awaitable[Any]) -> Any:
+    async def awaited() -> T:
         task = asyncio.current_task()
         assert task is not None
         running.append((asyncio.get_running_loop(), task))
@@ -96,12 +157,8 @@ async def in_own_loop(function: Callable[..., Any], *args: object) -> Any:
             task.cancel()
         return await result
 
-    def work() -> Any:
-        result = function(*args)
-        return asyncio.run(awaited(result)) if inspect.isawaitable(result) else result
-
     try:
-        return await in_thread(work)
+        return await in_thread(lambda: asyncio.run(awaited()))
     except asyncio.CancelledError:
         cancelled.set()
         for loop, task in running:
@@ -110,8 +167,11 @@ async def in_own_loop(function: Callable[..., Any], *args: object) -> Any:
         raise
 
 
-async def call_scorer(metric: Callable[..., Any], *args: object) -> Any:
+async def call_scorer(metric: Callable[..., Any], *args: object, beside_agent: bool = False) -> Any:
     """Call a metric: awaited where it is async, else in a thread, `MOST_AT_ONCE` at a time.
+
+    Args:
+        beside_agent: await it where agents run, with which it may share a client.
 
     Raises:
         RewardFailure: it would end the process.
@@ -124,6 +184,8 @@ async def call_scorer(metric: Callable[..., Any], *args: object) -> Any:
 
     try:
         result = metric(*args) if is_async(metric) else await in_thread(bounded)
+        if beside_agent and inspect.isawaitable(result):
+            return await on_agent_loop(result)
     except ProgramFailure as failure:  # its SystemExit (`in_thread`)
         raise RewardFailure(str(failure)) from None
     return await result if inspect.isawaitable(result) else result
@@ -187,6 +249,14 @@ def _by_method(value: Any) -> object:
     raise TypeError(f"{type(value).__name__} has no form in JSON")
 
 
+def copied(value: Any) -> Any:
+    """Return a copy that a user's code may change; what cannot be copied (locks, connections) is shared."""
+    try:
+        return copy.deepcopy(value)
+    except Exception:
+        return value
+
+
 def as_async(tool: Callable[..., Any]) -> Callable[..., Any]:
     """Return the tool as an async function; a synchronous one runs in threads, so that it blocks no other rollout."""
 
@@ -225,9 +295,13 @@ def located(kind: type[F], error: BaseException, before: str = "") -> F:
     return failure
 
 
-def user_location() -> str:
-    """Return file, line and function of the user's code that this thread runs; empty if it runs none."""
-    frame = inspect.currentframe()
+def user_location(frame: FrameType | None = None) -> str:
+    """Return file, line and function of the user's code that a frame runs; empty if it runs none.
+
+    Args:
+        frame: None: the caller's.
+    """
+    frame = frame or inspect.currentframe()
     while frame is not None:
         if _is_own(frame.f_code.co_filename):
             return _describe_frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)

@@ -1,24 +1,37 @@
 """The agents of docs/agents, by the clients that they are written for (`make test-agents`), over scripted replies."""
 
+import asyncio
 import importlib
 import json
 
 import pytest
 
-from tests.helpers.gateway import Scripted, agent_task, one, tokenizer
+from mmrl.rollout.plans import independent
+from tests.helpers.gateway import Scripted, agent_task, one, rolled_out, tokenizer
 
 CALLED = '<tool_call>\n{"name": "search", "arguments": {"query": "Porto"}}\n</tool_call>'
 FOUND = "Nothing is known of Porto."
 
 
-def played(module, package, reply, **options):
-    """The rollout of an agent of docs/agents, and its calls."""
+STEPS, ROLLOUTS = 2, 24
+"""Clients keep connections: a second step finds those of the first, and rollouts at once share them."""
+
+
+def played(module, package, reply, wrapped=lambda agent: agent, **options):
+    """The calls of each rollout of an agent of docs/agents, and the prompts."""
     pytest.importorskip(package)
-    agent = importlib.import_module(f"docs.agents.{module}").run
-    engine = Scripted(reply, tokenizer("qwen3"))
-    rollout, calls = one(agent_task(agent, metric=lambda record, result: float(result == "Done."), **options), engine)
-    assert (rollout.error, rollout.reward) == (None, 1.0), rollout.error_message + rollout.error_traceback
-    return calls, engine
+    agent = wrapped(importlib.import_module(f"docs.agents.{module}").run)
+    task = agent_task(agent, metric=lambda record, result: float(result == "Done."), **options)
+    paths, prompts = [], []
+    for _ in range(STEPS):
+        engine = Scripted(reply, tokenizer("qwen3"), delay=0.01)
+        forest = rolled_out(task, engine, independent(ROLLOUTS))
+        for rollout in forest.rollouts:
+            assert (rollout.error, rollout.reward) == (None, 1.0), rollout.error_message + rollout.error_traceback
+        paths += [forest.path(rollout) for rollout in forest.rollouts]
+        prompts += engine.prompts
+    assert len(paths) == STEPS * ROLLOUTS
+    return paths, prompts
 
 
 def with_tool(prompt):
@@ -30,19 +43,32 @@ def with_tool(prompt):
     [("openai_client", "openai"), ("anthropic_client", "anthropic"), ("langgraph_agent", "langgraph")],
 )
 def test_an_agent_with_tools_goes_on_in_its_context(module, package):
-    calls, engine = played(module, package, with_tool)
-    assert [call.turn for call in calls] == [0, 1] and '"name": "search"' in engine.prompts[0]
-    before = calls[0].prompt_ids + calls[0].completion_ids
-    assert calls[1].prompt_ids[: len(before)] == before
-    assert [call.facts["rewritten_history"] for call in calls] == [0.0, 0.0]
+    paths, prompts = played(module, package, with_tool)
+    assert all('"name": "search"' in prompt for prompt in prompts)
+    for calls in paths:
+        assert [call.turn for call in calls] == [0, 1]
+        before = calls[0].prompt_ids + calls[0].completion_ids
+        assert calls[1].prompt_ids[: len(before)] == before
+        assert [call.facts["rewritten_history"] for call in calls] == [0.0, 0.0]
+
+
+def test_an_async_agent_may_be_run_by_a_plain_function():
+    """In an event loop of each rollout's own, while LangChain keeps a client for each address."""
+
+    def wrapped(agent):
+        return lambda *given: asyncio.run(agent(*given))
+
+    paths, _ = played("langgraph_agent", "langgraph", with_tool, wrapped)
+    assert all([call.turn for call in calls] == [0, 1] for calls in paths)
 
 
 def test_the_parts_of_an_agent_of_the_agents_sdk_are_modules():
     def reply(prompt):
         return "Look for Porto." if "Say what to look for" in prompt else with_tool(prompt)
 
-    calls, _ = played("agents_sdk", "agents", reply, modules=("planner", "worker"))
-    assert [(call.module, call.turn) for call in calls] == [("planner", 0), ("worker", 0), ("worker", 1)]
+    paths, _ = played("agents_sdk", "agents", reply, modules=("planner", "worker"))
+    for calls in paths:
+        assert [(call.module, call.turn) for call in calls] == [("planner", 0), ("worker", 0), ("worker", 1)]
 
 
 def test_a_program_of_dspys_calls_by_its_own_lm():
@@ -54,8 +80,8 @@ def test_a_program_of_dspys_calls_by_its_own_lm():
             fields |= {"next_tool_name": "search", "next_tool_args": json.dumps({"query": "Porto"})}
         return "".join(f"[[ ## {name} ## ]]\n{value}\n" for name, value in {**fields, "completed": ""}.items())
 
-    calls, _ = played("dspy_agent", "dspy", reply)
-    assert len(calls) == 3 and all(call.module == "agent" for call in calls)
+    paths, _ = played("dspy_agent", "dspy", reply)
+    assert all([call.module for call in calls] == ["agent"] * 3 for calls in paths)
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])

@@ -1,14 +1,19 @@
-"""The I/O loop of a process, and the HTTP client in it: one loop for all, from any event loop; cancelled and closed."""
+"""The loops of a process: one for all work of a kind, from any event loop; cancelled, interrupted, closed."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import subprocess
+import sys
 import threading
 
 import pytest
 
 from mmrl.system.http_client import HttpClient, HttpFailure
-from mmrl.system.portal import io_loop
+from mmrl.system.portal import io_loop, on_rollout_loop, rollout_loop
+from mmrl.system.stop import stoppable
 from tests.helpers.servers import Scripted, serving
 
 
@@ -81,3 +86,86 @@ def test_certificates_are_checked_whatever_the_first_address_is() -> None:
     import ssl
 
     assert client.wait(connected(client)) == (True, ssl.CERT_REQUIRED)
+
+
+def test_work_on_the_loop_of_rollouts_ends_before_whoever_cancels_it_goes_on() -> None:
+    ended = []
+
+    @on_rollout_loop
+    async def work() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.1)
+            ended.append(asyncio.get_running_loop())
+
+    async def impatient() -> None:
+        async with asyncio.timeout(0.05):
+            await work()
+
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            asyncio.run(impatient())
+    assert ended == [rollout_loop()] * 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_work_on_the_loop_of_rollouts(number: signal.Signals) -> None:
+    ended = threading.Event()
+
+    @on_rollout_loop
+    async def work() -> None:
+        threading.Timer(0.1, os.kill, (os.getpid(), number)).start()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit), stoppable():
+        asyncio.run(work())
+    assert ended.is_set()
+
+
+def test_what_ends_a_process_does_not_end_a_loop() -> None:
+    async def exits() -> None:
+        sys.exit(3)
+
+    @on_rollout_loop
+    async def work() -> None:
+        await asyncio.gather(asyncio.create_task(exits()))
+
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            asyncio.run(work())
+    assert asyncio.run(on_rollout_loop(where)()) is rollout_loop()
+
+
+def test_what_user_code_left_on_a_loop_is_cleaned_up_at_the_end_of_the_process() -> None:
+    code = """
+import asyncio
+from mmrl.system.portal import on_rollout_loop
+
+async def left():
+    try:
+        await asyncio.sleep(60)
+    finally:
+        print("task ended")
+
+async def generator():
+    try:
+        yield 1
+    finally:
+        await asyncio.sleep(0)
+        print("generator closed")
+
+kept = []
+
+@on_rollout_loop
+async def work():
+    kept.extend([asyncio.create_task(left()), made := generator()])
+    await anext(made)
+
+asyncio.run(work())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert (done.stdout, done.stderr) == ("task ended\ngenerator closed\n", "")

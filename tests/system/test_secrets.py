@@ -100,6 +100,15 @@ def test_a_stream_hides_what_is_written_to_it():
     assert not stream.isatty()
 
 
+@pytest.mark.parametrize("closing", [lambda out: out.close(), lambda out: out.buffer.close()], ids=["it", "its bytes"])
+def test_a_stream_that_a_users_code_closes_ends_nothing(closing):
+    inner = io.TextIOWrapper(io.BytesIO())
+    stream = HidingStream.around(inner)
+    closing(stream)
+    print("last", file=stream, flush=True)
+    assert inner.closed or inner.buffer.getvalue() == b"last\n"
+
+
 def test_hiding_reads_a_text_once():
     add_secret("MY_KEY", SECRETS[0])
     with terminates():

@@ -125,6 +125,11 @@ class Batcher(Engine):
         self._forget()
         self._wake()
 
+    async def rest(self) -> None:
+        """See `Engine.rest`."""
+        while not self.live and self._driver is not None and not self._driver.done():
+            await asyncio.wait([self._driver], timeout=YIELD_S)
+
     @contextmanager
     def keeping(self) -> Iterator[None]:
         """See `Engine.keeping`. What a request finds then depends on what came before it, and so may its last bits."""

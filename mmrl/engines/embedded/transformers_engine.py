@@ -125,9 +125,11 @@ class RowDecoder:
         self.weights = weights
         self.rules = rules
         self.batch_tokens = config.batch_tokens
-        self.threads = threads or torch.get_num_threads()
+        self.outside = torch.get_num_threads()
+        self.threads = threads or self.outside
         models = list(dict.fromkeys(model for model, _ in weights.values()))
         self.parameters = sum(parameter.numel() for parameter in models[0].parameters())
+        self.device = next(models[0].parameters()).device.index
         native = {model: _is_native(model, config.loop) for model in models}
         self.loops: dict[str, Loop] = {}
         # In half precision the adapters of a model share the base weights that the first of them reads.
@@ -236,7 +238,8 @@ class RowDecoder:
             tokens: how many are forwarded.
         """
         rows = list(batch.values())
-        with torch.no_grad(), self._threads(tokens):
+        # Each thread has a current device of its own, and some kernels run on that one.
+        with torch.no_grad(), self._threads(tokens), torch.accelerator.device_index(self.device):
             places = self._places(rows)
             parts = [forward(name, [rows[i] for i in indices]) for name, indices in places.items()]
             logits = parts[0]
@@ -310,15 +313,15 @@ class RowDecoder:
     def _threads(self, tokens: int) -> Iterator[None]:
         # By shape, never by load: the number of threads decides how a product is split, and so its last bits.
         threads = self.threads if tokens * self.parameters >= ONE_THREAD_WORK else 1
-        before = torch.get_num_threads()
-        if threads == before:
+        if threads == torch.get_num_threads():
             yield
             return
         torch.set_num_threads(threads)
         try:
             yield
         finally:
-            torch.set_num_threads(before)
+            # Of whoever built this, not what this thread had: it may have decoded for a run before.
+            torch.set_num_threads(self.outside)
 
 
 @torch.no_grad()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import inspect
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from pydantic import BaseModel
 
 from mmrl.errors import ParseFailure, ProgramFailure, RolloutError
 from mmrl.rollout.dspy.structure import Structure, option_problem
-from mmrl.system.user_code import in_thread, is_async
+from mmrl.system.user_code import copied, in_thread, is_async
 from mmrl.tasks.base import Context, Message
 from mmrl.tasks.dspy import tools as tape
 
@@ -194,14 +193,14 @@ class _Outcome:
 
     def value(self) -> Any:
         """Return the result; containers are copied, since several rollouts may get it and change it."""
-        return _copied(self.result) if isinstance(self.result, dict | list | set | tuple | BaseModel) else self.result
+        return copied(self.result) if isinstance(self.result, dict | list | set | tuple | BaseModel) else self.result
 
     def raised(self, error: Exception) -> Exception:
         """Return the error with its own frames alone; each rollout raises one of its own."""
-        copied = _copied(error)
-        if type(copied) is not type(error) or str(copied) != str(error):
-            copied = error
-        return copied.with_traceback(self.trace)
+        own = copied(error)
+        if type(own) is not type(error) or str(own) != str(error):
+            own = error
+        return own.with_traceback(self.trace)
 
 
 class RecordedTool(dspy.Tool):
@@ -217,7 +216,7 @@ class RecordedTool(dspy.Tool):
         host = tape.current()
         if host is None or host.on_loop():
             return dspy.Tool.__call__(self, **arguments)
-        request = host.remember(str(self.name), _copied(arguments), lambda: self._run(arguments))
+        request = host.remember(str(self.name), copied(arguments), lambda: self._run(arguments))
         outcome = host.wait(request)
         if outcome.error is not None:
             raise outcome.raised(outcome.error)
@@ -229,7 +228,7 @@ class RecordedTool(dspy.Tool):
         host = tape.current()
         if host is None:
             return await dspy.Tool.acall(self, **arguments)
-        request = host.remember(str(self.name), _copied(arguments), lambda: self._run(arguments))
+        request = host.remember(str(self.name), copied(arguments), lambda: self._run(arguments))
         outcome = await host.awaited(request)
         if outcome.error is not None:
             raise outcome.raised(outcome.error)
@@ -257,14 +256,7 @@ def record_tools(tools: Iterable[dspy.Tool]) -> None:
 
 def _same(error: AdapterParseError) -> AdapterParseError:
     """Copy DSPy's exception for one rollout: several replay a call, and each may change what it gets."""
-    copied: AdapterParseError = type(error).__new__(type(error), *error.args)
-    vars(copied).update({name: _copied(value) for name, value in vars(error).items()})
-    copied.__cause__, copied.__suppress_context__ = error.__cause__, error.__suppress_context__
-    return copied
-
-
-def _copied(value: Any) -> Any:
-    try:
-        return copy.deepcopy(value)
-    except Exception:  # locks, connections: what cannot be copied is shared
-        return value
+    same: AdapterParseError = type(error).__new__(type(error), *error.args)
+    vars(same).update({name: copied(value) for name, value in vars(error).items()})
+    same.__cause__, same.__suppress_context__ = error.__cause__, error.__suppress_context__
+    return same

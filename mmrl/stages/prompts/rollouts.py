@@ -12,7 +12,8 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
@@ -36,6 +37,7 @@ from mmrl.stages.prompts.students import State, Student, as_json, state_of, stud
 from mmrl.stages.step_metrics import refuse_failures
 from mmrl.system.files import JsonObject, plain
 from mmrl.system.json_lines import Store
+from mmrl.system.portal import LOOK_S, STOP_S, Job, rollout_loop
 from mmrl.tasks.base import Program
 
 T = TypeVar("T")
@@ -110,7 +112,7 @@ class Played(dspy.Prediction):
 
 
 class Loop:
-    """The event loop of a search: rollouts run on it, in the main thread, while the optimiser waits in threads.
+    """Rollouts of a search on the loop of all rollouts, while the optimiser waits for them in threads.
 
     The first error ends the search: whatever is asked for later raises it too. DSPy takes an exception for a bad
     candidate and goes on, so that whoever runs it looks at `failure`.
@@ -119,37 +121,41 @@ class Loop:
     def __init__(self) -> None:
         self.failure: Exception | None = None
         self._lock = threading.Lock()
-        self._waiting: set[Future[Any]] = set()
+        self._waiting: set[Job[Any]] = set()
 
     def run(self, function: Callable[[], T]) -> T:
         """Return the result of `function`, which runs in a thread and calls `wait`."""
-        try:
-            return asyncio.run(self._served(function))
-        finally:
-            # What was asked for as the loop was stopped: nothing else would wake its threads.
-            for future in list(self._waiting):
-                future.cancel()
-
-    async def _served(self, function: Callable[[], T]) -> T:
         # Rollouts have DSPy's settings of now and not the optimiser's: a metric may call the LM that is configured.
-        self._loop, self._context = asyncio.get_running_loop(), copy_context()
-        try:
-            return await asyncio.to_thread(function)
-        finally:
-            with self._lock:
-                self.failure = self.failure or RuntimeError("the search has ended")
+        self._context = copy_context()
+        with ThreadPoolExecutor(1) as thread:
+            done = thread.submit(copy_context().run, function)
+            try:
+                while not done.done():  # with pauses, in which a notebook's stop button is noticed
+                    futures.wait([done], LOOK_S)
+                return done.result()
+            finally:
+                with self._lock:
+                    self.failure = self.failure or RuntimeError("the search has ended")
+                    jobs = list(self._waiting)
+                # What was asked for as the search was stopped: nothing else would wake its threads.
+                for job in jobs:
+                    job.cancel()
+                futures.wait([job.ended for job in jobs], STOP_S)
 
-    def wait(self, work: Coroutine[object, object, T]) -> T:
+    def wait(self, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of `work` on the loop; called from any other thread, which it blocks."""
         with self._lock:
             if self.failure is not None:
                 work.close()
                 raise self.failure
-            future = self._context.copy().run(asyncio.run_coroutine_threadsafe, work, self._loop)
-            self._waiting.add(future)
-        future.add_done_callback(self._waiting.discard)
+            job = self._context.copy().run(Job, work, rollout_loop())
+            self._waiting.add(job)
+        job.ended.add_done_callback(lambda _: self._waiting.discard(job))
         with self.noting():
-            return future.result()
+            try:
+                return job.ended.result()
+            except asyncio.CancelledError:
+                raise RuntimeError("the search has ended") from None
 
     @contextmanager
     def noting(self) -> Iterator[None]:

@@ -189,6 +189,8 @@ def _checked(parsed: ChatRequest, value: Any) -> Any:
         raise ParseFailure("tool_choice asks for a tool call, and the reply has none")
     if wanted is not None and any(call["function"]["name"] != wanted for call in calls):
         raise ParseFailure(f"tool_choice asks for {wanted}, and the reply calls something else")
+    if not parsed.parallel_tool_calls and len(calls) > 1:
+        raise ParseFailure(f"parallel_tool_calls is false, and the reply makes {len(calls)} calls")
     if message.get("unread_call"):
         raise ParseFailure("a tool call of the reply cannot be read")
     for call in calls:

@@ -7,7 +7,7 @@ the model are the calls of the rollout (`tasks.gateway.recorder`); forks play it
 from __future__ import annotations
 
 import asyncio
-import copy
+import inspect
 import json
 import os
 import shlex
@@ -25,7 +25,7 @@ from mmrl.serve.gateway import Session, gateway, json_value
 from mmrl.serve.protocol import Refused
 from mmrl.system.command import CommandError, run_command
 from mmrl.system.objects import imported, readable
-from mmrl.system.user_code import call_scorer, finite_numbers, in_own_loop
+from mmrl.system.user_code import call_scorer, finite_numbers, in_thread, on_agent_loop
 from mmrl.tasks.base import Context, Score
 from mmrl.tasks.dspy.own import OwnTask, RecordTask, refusing_signature, scored
 from mmrl.tasks.gateway.recorder import Recorder, reply_id
@@ -79,11 +79,9 @@ class AgentProgram:
             posted.append(result)
 
         session = Session(recorder.chat, post, asyncio.get_running_loop(), self.modules)
-        key, credential = server.open(session)
+        url, key, credential = server.open(session)
         try:
-            # Copied: an agent that is played again must find its example as it was.
-            inputs = copy.deepcopy(dict(example.inputs))
-            result = await self.play(inputs, server.url, key, credential, posted)
+            result = await self.play(dict(example.inputs), url, key, credential, posted)
         except Exception as error:
             if recorder.failure is not None:
                 raise recorder.failure from error
@@ -95,7 +93,7 @@ class AgentProgram:
         if recorder.failure is not None and not isinstance(recorder.failure, LengthFailure):
             raise recorder.failure
         if not recorder.calls:
-            raise ProgramFailure(f"the agent made no call; its base_url is {server.url}")
+            raise ProgramFailure(f"the agent made no call; its base_url is {url}")
         result = posted[0] if posted else result
         try:
             json.dumps(result)
@@ -159,7 +157,8 @@ class AgentTask(RecordTask):
         Raises:
             RewardFailure: there is no `score`, a number is not finite, or a reward is of no call.
         """
-        result = await call_scorer(self.parts_given.reward, dict(example.metadata), prediction.result)
+        record = dict(example.metadata)
+        result = await call_scorer(self.parts_given.reward, record, prediction.result, beside_agent=True)
         score = scored(result, "task.metric" if self.config.metric else "the agent")
         metrics = {**score.metrics, "answered_by_rule": float(prediction.answered)}
         rewards = result.get(REWARDS) if isinstance(result, Mapping) and reward_set == "turn" else None
@@ -207,7 +206,8 @@ def _function(path: str) -> Play:
         raise ConfigError(f"task.agent: {path} takes {takes}, expected a function (example, base_url, api_key)")
 
     async def play(example: Mapping[str, Any], url: str, key: str, credential: str, posted: Sequence[object]) -> object:
-        return await in_own_loop(function, example, url, key)
+        result = await in_thread(function, example, url, key)
+        return await on_agent_loop(result) if inspect.isawaitable(result) else result
 
     return play
 

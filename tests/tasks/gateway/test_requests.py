@@ -199,6 +199,45 @@ def test_tool_choice_is_what_a_reply_must_parse_as(choice, text, ok, called):
     assert (rollout.error, call.ok) == (None, ok)
 
 
+@pytest.mark.parametrize("dialect", ["chat/completions", "messages"])
+@pytest.mark.parametrize(("calls", "parallel", "ok"), [(1, False, True), (2, False, False), (2, True, True)])
+def test_two_calls_do_not_parse_where_one_at_a_time_was_asked_for(dialect, calls, parallel, ok):
+    if dialect == "messages":
+        tool = {"name": "search", "input_schema": SEARCH["function"]["parameters"]}
+        choice = {"type": "auto", "disable_parallel_tool_use": not parallel}
+        asked = {"max_tokens": 200, "tools": [tool], "tool_choice": choice}
+    else:
+        asked = {"tools": [SEARCH], "parallel_tool_calls": parallel}
+
+    async def agent(example, base_url, api_key):
+        async with httpx.AsyncClient(base_url=base_url, headers={"x-api-key": api_key}) as asking:
+            reply = (await asking.post(dialect, json={"model": "m", "messages": ASK, **asked})).json()
+        if dialect == "messages":
+            made = [block for block in reply["content"] if block["type"] == "tool_use"]
+        else:
+            made = reply["choices"][0]["message"].get("tool_calls") or []
+        assert len(made) == calls
+        return "0"
+
+    rollout, (call,) = one(agent_task(agent), Scripted(lambda prompt: "\n".join([CALLED] * calls), tokenizer("qwen3")))
+    assert (rollout.error, call.ok) == (None, ok)
+
+
+def test_a_reply_that_a_client_has_begun_is_refused():
+    said = []
+
+    async def agent(example, base_url, api_key):
+        messages = [*ASK, {"role": "assistant", "content": "It is in"}]
+        async with httpx.AsyncClient(base_url=base_url, headers={"x-api-key": api_key}) as asking:
+            said.append(await asking.post("/messages", json={"model": "m", "max_tokens": 8, "messages": messages}))
+            await asking.post("/messages", json={"model": "m", "max_tokens": 8, "messages": ASK})
+        return "0"
+
+    rollout, calls = one(agent_task(agent), Scripted(lambda prompt: "x"))
+    assert rollout.error is None and len(calls) == 1
+    assert said[0].status_code == 400 and "(prefill); expected one of the user" in said[0].json()["error"]["message"]
+
+
 def test_choices_are_calls_of_their_own_and_any_of_them_can_be_gone_on_from():
     async def work(asking):
         reply = await asking.chat.completions.create(model="m", messages=ASK, n=3, max_tokens=4, stop=["Port"])
@@ -291,8 +330,9 @@ def test_a_body_beyond_the_limit_and_a_foreign_key_are_refused():
     for _ in range(2):
         rollout, calls = one(agent_task(agent), Scripted(lambda prompt: "x"))
         assert rollout.reward == 1.0 and len(calls) == 1
-    (one_key, url), (other_key, _) = seen
-    assert one_key != other_key and url.startswith("http://127.0.0.1:")
+    (one_key, url), (other_key, other_url) = seen
+    assert one_key != other_key and url != other_url
+    assert url.startswith("http://127.0.0.1:") and other_url.startswith("http://127.0.0.1:")
 
 
 @pytest.mark.parametrize("repeats", [{"x-stainless-retry-count": "1"}, {}], ids=["counted", "at once"])
@@ -306,16 +346,30 @@ def test_a_retry_is_the_same_call_with_the_same_reply(repeats):
                 await asking.post(f"{base_url}/chat/completions", json=body, timeout=0.2)
             again = {"x-stainless-retry-count": "1"}
             first = await asking.post(f"{base_url}/chat/completions", json=body, headers=repeats)
+            # The same question of a client that has its reply: a call of its own, whatever its header says.
             second = await asking.post(f"{base_url}/chat/completions", json=body, headers=again)
-            # The same question, and no retry: a call of its own.
-            third = await asking.post(f"{base_url}/chat/completions", json=body)
-        assert first.json() == second.json() and third.status_code == 200
+        assert first.status_code == second.status_code == 200 and first.json()["id"] != second.json()["id"]
         return "0"
 
     engine = Scripted(lambda prompt: "x", delay=0.5)
     rollout, calls = one(agent_task(agent), engine)
     assert rollout.error is None, rollout.error_message
     assert len(calls) == 2 == len(engine.requests)
+
+
+def test_equal_requests_at_once_that_are_all_repeated_get_a_reply_each():
+    numbers, read = itertools.count(), []
+
+    async def agent(example, base_url, api_key):
+        async with client(base_url, api_key, timeout=0.3, max_retries=5) as asking:
+            asked = (asking.chat.completions.create(model="m", messages=ASK) for _ in range(4))
+            read.extend(reply.choices[0].message.content for reply in await asyncio.gather(*asked))
+        return "0"
+
+    engine = Scripted(lambda prompt: f"reply {next(numbers)}", delay=0.7)
+    rollout, calls = one(agent_task(agent), engine)
+    assert rollout.error is None, rollout.error_message
+    assert sorted(read) == sorted(call.text for call in calls) == [f"reply {n}" for n in range(4)]
 
 
 def test_a_client_that_leaves_frees_its_slot(monkeypatch):
