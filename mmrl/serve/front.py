@@ -125,8 +125,8 @@ class Backend(ABC):
         Raises:
             Refused: there is no such module.
         """
-        before, _, after = model.partition("/")
-        named = after if before == self.name and after else headers.get(MODULE_HEADER)
+        prefix = f"{self.name}/"
+        named = model.removeprefix(prefix) if model.startswith(prefix) else headers.get(MODULE_HEADER)
         if named is not None and self.modules and named not in self.modules:
             text = f"model: got '{named[:100]}', expected one of {', '.join(self.modules)}"
             raise Refused(404, text, "model", "model_not_found")

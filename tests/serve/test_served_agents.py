@@ -95,11 +95,12 @@ def test_a_conversation_whose_context_is_no_longer_kept_goes_on_from_its_message
 
 
 def test_models_are_listed_and_found_by_the_names_that_requests_may_give() -> None:
-    for modules, listed, found, strange in (
-        ((), ["policy"], "policy/any", "other"),
-        (("planner", "worker"), ["policy/planner", "policy/worker"], "policy/worker", "policy/third"),
+    for modules, name, listed, found, strange in (
+        ((), "policy", ["policy"], "policy/any", "other"),
+        (("planner", "worker"), "policy", ["policy/planner", "policy/worker"], "policy/worker", "policy/third"),
+        (("planner", "worker"), "me/mine", ["me/mine/planner", "me/mine/worker"], "me/mine/worker", "me/worker"),
     ):
-        engine, app = served(lambda prompt: "x", modules=modules)
+        engine, app = served(lambda prompt: "x", modules=modules, name=name)
         with listening(app) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
             assert [model.id for model in client.models.list()] == listed
             assert client.models.retrieve(found).id == found
@@ -107,10 +108,10 @@ def test_models_are_listed_and_found_by_the_names_that_requests_may_give() -> No
                 client.models.retrieve(strange)
             client.chat.completions.create(model=found, messages=QUESTION)
             client.chat.completions.create(
-                model="gpt-4o", messages=QUESTION, extra_headers={"X-Mmrl-Module": found.partition("/")[2]}
+                model="gpt-4o", messages=QUESTION, extra_headers={"X-Mmrl-Module": found.rpartition("/")[2]}
             )
             if modules:
-                for name in (strange, "gpt-4o"):
+                for unknown in (strange, "gpt-4o"):
                     with pytest.raises(openai.NotFoundError, match="expected one of"):
                         client.chat.completions.create(model=name, messages=QUESTION)
         assert [request.module for request in engine.requests] == [found.partition("/")[2] if modules else ""] * 2
