@@ -308,3 +308,23 @@ def test_a_keyboard_interrupt_in_mid_decode_leaves_no_trace() -> None:
         asyncio.run(run(batcher, [[ask((0,), 5, 16)], [ask((1,), 5)]]))
     assert not decoder.running
     assert asyncio.run(run(batcher, [[ask((0,), 2)]])) == [[2]]
+
+
+@pytest.mark.parametrize("schedule", ["deterministic", "greedy"])
+def test_after_a_rest_nothing_is_decoded_any_more(schedule: str) -> None:
+    """On a loop that goes on: the trainer uses the model next, and the weights may change."""
+    decoder = Counter()
+    batcher = Batcher(decoder, schedule)
+
+    async def left() -> None:
+        batcher.enter()
+        task = asyncio.get_running_loop().create_task(batcher.generate(ask((0,), 100_000, 15)))
+        await asyncio.sleep(0.05)
+        assert decoder.running
+        task.cancel()
+        batcher.leave()
+        await batcher.rest()
+        assert not decoder.running
+        batcher.set_version(1)
+
+    asyncio.run(left())
