@@ -113,8 +113,8 @@ def test_models_are_listed_and_found_by_the_names_that_requests_may_give() -> No
             if modules:
                 for unknown in (strange, "gpt-4o"):
                     with pytest.raises(openai.NotFoundError, match="expected one of"):
-                        client.chat.completions.create(model=name, messages=QUESTION)
-        assert [request.module for request in engine.requests] == [found.partition("/")[2] if modules else ""] * 2
+                        client.chat.completions.create(model=unknown, messages=QUESTION)
+        assert [request.module for request in engine.requests] == [found.rpartition("/")[2] if modules else ""] * 2
 
 
 def test_text_of_responses_comes_as_it_is_sampled() -> None:
