@@ -447,7 +447,8 @@ def doctor(context: typer.Context, as_json: JsonFlag = False) -> int:
     from mmrl.run.check import check_all
 
     check_all([config.in_folder(None)], line.keys)
-    if all(key.partition(".")[0] in ("model", "engine", "hardware") for key in (*line.keys, *line.command_keys)):
+    keys = {key.partition(".")[0] for key in (*line.keys, *line.command_keys)}
+    if keys and keys <= {"model", "engine", "hardware"}:
         from mmrl.run.model_doctor import examine_model
 
         examine_model(cast("TrainCommandConfig", config), as_json=as_json)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
-from pickle import UnpicklingError
 from typing import TYPE_CHECKING
 
 from mmrl.errors import ConfigError, reason_of
@@ -83,10 +82,9 @@ def file_weights(path: Path) -> Mapping[str, Tensor]:
                 name: torch.empty(part.get_shape(), dtype=_dtype(part.get_dtype()), device="meta")
                 for name, part in slices.items()
             }
-    except UnpicklingError as error:
-        fault = "it holds other things than weights, whose code is not run" if "GLOBAL" in str(error) else ""
-        raise ConfigError(f"{path} cannot be read: {fault or _why(path, error)}") from None
     except Exception as error:  # of safetensors, zip, pickle and torch, each with types of its own
+        if type(error).__name__ == "UnpicklingError" and "GLOBAL" in str(error):
+            raise ConfigError(f"{path} cannot be read: it holds code beside weights, which is not run") from None
         raise ConfigError(f"{path} cannot be read: {_why(path, error)}") from None
 
 

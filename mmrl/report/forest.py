@@ -135,9 +135,13 @@ def parse_forest(text: str, source: str) -> Forest:
 
 
 def dump_forest(forest: Forest) -> JsonObject:
-    """Convert a forest to its JSON form; what the form has no place for (texts, prompts, metrics) is left out."""
+    """Convert a forest to its JSON form; what the form has no place for (texts, prompts, metrics) is left out.
+
+    Raises:
+        DataError: values of other types, out of a damaged journal.
+    """
     teachers = {call.id: rollout.teacher for rollout in forest.rollouts for call in forest.path(rollout)}
-    form = _File.model_validate(_records(forest)).model_dump(mode="json", exclude_defaults=True)
+    form = _checked(_records(forest), f"step {forest.step}").model_dump(mode="json", exclude_defaults=True)
     for call in form["calls"]:
         # A call without a teacher of its own has that of its rollout.
         if teachers.get(call["id"]) is not None:
@@ -161,11 +165,15 @@ def _records(forest: Forest) -> JsonObject:
     return {"version": VERSION, "step": forest.step, "modules": list(forest.modules), **records}
 
 
-def _read(raw: Any, source: str) -> Forest:
+def _checked(raw: Any, source: str) -> _File:
     try:
-        file = _File.model_validate(raw)
+        return _File.model_validate(raw)
     except ValidationError as error:
         raise DataError([f"{source}: {problem}" for problem in _refused(error, raw)]) from None
+
+
+def _read(raw: Any, source: str) -> Forest:
+    file = _checked(raw, source)
     _refuse(_faults(file), source)
     calls = {call.id: call.record() for call in file.calls}
     _refuse(_links(file), source)

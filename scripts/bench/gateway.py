@@ -87,7 +87,7 @@ def agent_of(calls: int) -> Callable[..., Awaitable[Any]]:
         reader, writer = await asyncio.open_connection(at.hostname, at.port)
         for call in range(calls):
             body = json.dumps({"model": "m", "messages": asked(example["question"] * calls + call)}).encode()
-            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {api_key}\r\n"
+            head = f"POST {at.path}/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {api_key}\r\n"
             writer.write(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
             headers = await reader.readuntil(b"\r\n\r\n")
             length = int(headers.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])

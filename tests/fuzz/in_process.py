@@ -103,6 +103,7 @@ _STAND_INS: Mapping[str, object] = {
     "mmrl.sets.command.RunQueue.run": 0,
     "mmrl.run.plan.make_plan": mock.Mock(text=lambda: "plan", as_json=lambda: "{}"),
     "mmrl.run.doctor.doctor": 0,
+    "mmrl.run.model_doctor.examine_model": None,
     "mmrl.run.serve.serve_policy": 0,
     "mmrl.system.http_server.serve": None,
     "mmrl.run.index.build_index": mock.Mock(build_seconds=0.0, kind="bm25"),

@@ -231,7 +231,7 @@ def test_torchs_own_format_is_read_without_its_code(tmp_path: Path) -> None:
     torch.save(found, tmp_path / "pytorch_model.bin")
     assert "model.norm.weight" in refusals(model)[0]
     torch.save({"a": Path("x")}, tmp_path / "pytorch_model.bin")
-    assert "pytorch_model.bin cannot be read: it holds other things than weights" in refusals(model)[0]
+    assert "pytorch_model.bin cannot be read: it holds code beside weights" in refusals(model)[0]
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,6 @@ def said_in(monkeypatch, capsys):
     "words",
     [
         ["credit", "run=.", "step=1"],
-        ["credit", "run=."],
         ["export", ".", "out=../exported"],
         ["show", "."],
         ["show", ".", "step=1"],
@@ -157,7 +156,7 @@ def test_a_users_modules_lie_in_the_current_folder(written, random_model, said_i
     assert code == 0, said
     assert "names code that is imported and run now: task.program=mine:Answerer, task.metric=mine:metric" in said
     (written / "ran").unlink()
-    for words in (["credit", "run=run", "step=1"], ["credit", "run=run"]):
+    for words in (["credit", "run=run", "step=1"],):
         assert said_in(written, *words)[0] == 0 and not (written / "ran").exists()
 
 
@@ -185,5 +184,5 @@ def test_supervised_runs_are_extended_and_have_no_credit(random_model, tmp_path,
     weights = [tmp_path / name / "checkpoints" / "checkpoint-2" / "model.safetensors" for name in ("short", "long")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     capsys.readouterr()
-    for command_line in (["credit", f"run={tmp_path / 'long'}", "step=1"], ["credit", f"run={tmp_path / 'long'}"]):
-        assert "this run is supervised (algo=sft), so its calls have no credit" in errors_of(*command_line)
+    said = errors_of("credit", f"run={tmp_path / 'long'}", "step=1")
+    assert "this run is supervised (algo=sft), so its calls have no credit" in said

@@ -40,7 +40,7 @@ def test_what_one_process_cannot_do_is_refused():
 @pytest.mark.parametrize(
     ("record", "says"),
     [
-        ([1], "inputs: Field required; outputs: Field required"),
+        ([1], "got a list, expected a record"),
         ({"text": "x"}, "inputs: Field required; outputs: Field required; text: Extra inputs"),
         ({"inputs": {"text": "x"}}, "outputs: Field required"),
         ({**CHAT, "weight": 2}, "weight: Extra inputs are not permitted"),

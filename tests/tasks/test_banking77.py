@@ -115,7 +115,7 @@ def test_given_labels_are_in_the_prompt_in_their_order(tmp_path):
         ("a.csv", [{"text": "x", "category": ""}], "line 2: category: is empty"),
         ("a.csv", [{"id": "q", "text": text, "category": "a"} for text in "xy"], "line 3: duplicate id 'q'"),
         ("a.json", [{"text": "x", "label": 3}], "label: Input should be a valid string"),
-        ("a.jsonl", "[1]\n", "line 1: Input should be a valid dictionary"),
+        ("a.jsonl", "[1]\n", "line 1: got a list, expected a record"),
     ],
 )
 def test_bad_data_is_told_by_file_and_row(tmp_path, name, content, says):

@@ -77,7 +77,7 @@ def test_a_script_that_is_too_short_or_too_long_is_told(tmp_path):
 
 def test_bad_records_name_file_and_line(tmp_path):
     assert "train.jsonl line 3: word is missing (fields: end)" in problems(tmp_path, rows=[{"word": "a"}, {"end": "!"}])
-    assert "line 1: word is missing (fields: )" in problems(tmp_path, rows=[[1]])
+    assert "line 1: got a list, expected a record" in problems(tmp_path, rows=[[1]])
     assert "line 3: duplicate id '7'" in problems(tmp_path, rows=[{"word": "a", "id": 7}, {"word": "b", "id": "7"}])
     assert "no such file" in problems(tmp_path, dev="nowhere.jsonl")
     assert "train and dev are both" in problems(tmp_path, dev=str(tmp_path / "train.jsonl"))
