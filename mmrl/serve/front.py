@@ -201,9 +201,9 @@ async def respond(dialect: Dialect, find: Callable[[HttpRequest], Backend], requ
     # Whatever goes wrong must reach the client as a status, and the server must go on.
     except Exception as error:
         status, refusal = failed(error, recorded=final)
-        headers = {"Retry-After": "1"} if status == 429 else {}
-        if final:
-            headers["x-should-retry"] = "false"
+        headers = {"x-should-retry": "false"} if final else {}
+        if status == 429:
+            headers = {"Retry-After": "1"}
         return JSONResponse(dialect.error(status, refusal), status, headers=headers)
 
 
@@ -221,7 +221,8 @@ async def _until_ready(running: Running, request: HttpRequest) -> None:
         await asyncio.wait([ready, running.task, gone], return_when=asyncio.FIRST_COMPLETED)
     finally:
         gone.cancel()
-    if not (ready.done() or running.task.done()):
+    # Also where its reply has come meanwhile: nobody reads it, and a repeated request must find it.
+    if gone.done():
         raise Refused(GONE, "the client has gone")
     if running.task.cancelled():
         raise Refused(GONE, "the rollout has ended, or another client left this call")
