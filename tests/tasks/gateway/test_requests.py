@@ -303,6 +303,8 @@ def test_the_module_is_named_by_the_model_the_header_or_a_rule():
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "text alone"),
         ({"min_p": 0.1}, "min_p: this server does not have it"),
         ({"mirostat": 2}, "mirostat: unknown field"),
+        ({"thinking": {"type": "disabled"}}, "thinking: this server does not have it"),
+        ({"provider": {"order": ["x"]}}, "provider: this server does not have it"),
         ({"logit_bias": {"5": 1}}, "logit_bias: this server does not have it"),
         ({"top_logprobs": 3}, "top_logprobs: this server does not have it"),
         ({"messages": []}, "messages"),
@@ -523,6 +525,12 @@ DEFAULTS = {
     "chat_template_kwargs": {"enable_thinking": True},
     "skip_special_tokens": True,
     "stop": None,
+    "priority": 0,
+    "usage": {"include": True},
+    "provider": {},
+    "transforms": [],
+    "return_token_ids": False,
+    "messages": [{"role": "user", "content": "Where?", "cache_control": {"type": "ephemeral"}}],
 }
 
 
