@@ -409,6 +409,28 @@ def test_a_reply_that_comes_as_its_client_leaves_waits_for_the_retry():
         asyncio.run(ready())
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_reply_that_nobody_came_back_for_is_no_call_of_the_rollout(stream):
+    async def agent(example, base_url, api_key):
+        async with client(base_url, api_key, timeout=0.1, max_retries=0) as impatient:
+            with pytest.raises(openai.APITimeoutError):
+                await impatient.chat.completions.create(model="m", messages=ASK, stream=stream)
+        async with client(base_url, api_key) as asking:
+            await asking.chat.completions.create(model="m", messages=ASK, max_tokens=9)
+            await asking.chat.completions.create(model="m", messages=ASK[1:])
+        return "0"
+
+    engine = Scripted(lambda prompt: f"reply {next(numbers)}", delay=0.4)
+    numbers = itertools.count()
+    forest = rolled_out(agent_task(agent), engine)
+    (rollout,) = forest.rollouts
+    calls = forest.path(rollout)
+    assert rollout.error is None, rollout.error_message
+    assert [call.text for call in calls] == ["reply 1", "reply 2"] and len(engine.requests) == 3
+    assert [call.parent for call in calls] == [None, calls[0].id]
+    check_forest(forest)
+
+
 def test_a_client_that_leaves_frees_its_slot(monkeypatch):
     monkeypatch.setattr("mmrl.serve.gateway.RETRY_S", 0.1)
 
