@@ -428,7 +428,7 @@ def test_a_reply_that_nobody_came_back_for_is_no_call_of_the_rollout(stream):
     assert rollout.error is None, rollout.error_message
     assert [call.text for call in calls] == ["reply 1", "reply 2"] and len(engine.requests) == 3
     assert [call.parent for call in calls] == [None, calls[0].id]
-    check_forest(forest)
+    check_forest(forest, "forest")
 
 
 def test_a_client_that_leaves_frees_its_slot(monkeypatch):
