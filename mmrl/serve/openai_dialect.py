@@ -50,8 +50,9 @@ class Completions(Dialect):
         try:
             if self.chunk != self.kind:
                 yield event(0, self.delta(role="assistant", content=""))
-            async for text in running.pieces():
-                yield event(0, self.delta(text))
+            if running.begun is not None:
+                async for text in running.pieces():
+                    yield event(0, self.delta(text))
             for index, answer in enumerate(running.finished.answers):
                 if answer.text and running.begun is None:
                     yield event(index, self.delta(answer.text))
