@@ -64,6 +64,7 @@ def test_calls_choices_and_log_probabilities_are_those_of_the_gateway(stream: bo
         asyncio.run(asked(f"{url}/v1", "none", "served"))
     assert replies["served"] == replies["trained"] != []
     told = json.dumps(replies["served"])
+    assert told.count('"reasoning_content": "Hm."') == (0 if text == "At sea." else 2)
     assert (told.count("drawn"), told.count("I look."), told.count("At sea.")) == {
         "": (2, 0, 0),
         "I look.\n": (2, 2, 0),
