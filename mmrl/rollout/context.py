@@ -148,6 +148,10 @@ class RolloutContext:
         """See `mmrl.tasks.base.Context.unchanged_by`."""
         return self.env.unchanged_by(arguments)
 
+    def leave_out(self, reply: Reply) -> None:
+        """See `mmrl.tasks.base.Context.leave_out`."""
+        self.tape.leave_out(reply.context)
+
     def leave(self) -> None:
         """See `mmrl.tasks.base.Context.leave`."""
         self.env.engine.leave()

@@ -66,6 +66,8 @@ class Tape:
     """Requests and tools that are not done."""
     waiting: int = 0
     """Replayed requests that another rollout has under way."""
+    left_out: set[int] = field(default_factory=set)
+    """Places of calls that are none of this rollout's."""
 
     def __post_init__(self) -> None:
         self.events = list(self.replay)
@@ -190,6 +192,11 @@ class Tape:
                 f"{event.kind} '{event.name}', its request {self.unplayed[0] + 1}{_DEPENDS}"
             )
 
+    def leave_out(self, context: tuple[int, ...]) -> None:
+        """Leave out a call with these ids of prompt and completion, of several the first."""
+        places = [n for n, event in enumerate(self.events) if event.context == context and n not in self.left_out]
+        self.left_out.update(places[:1])
+
     def calls(self) -> list[Call]:
         """Return recorded calls in order, replayed ones included; each has the one before it as parent.
 
@@ -200,7 +207,7 @@ class Tape:
         made: Counter[str] = Counter()
         for position, event in enumerate(self.events):
             # What was not requested again is another rollout's.
-            if event.call is not None and position not in self.unplayed:
+            if event.call is not None and position not in self.unplayed and position not in self.left_out:
                 parent, invocation = chain[-1].id if chain else None, made[event.name]
                 as_recorded = (event.call.parent, event.call.invocation) == (parent, invocation)
                 chain.append(event.call if as_recorded else replace(event.call, parent=parent, invocation=invocation))

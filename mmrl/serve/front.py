@@ -67,13 +67,16 @@ class Running:
 
     parsed: SamplingRequest
     task: asyncio.Future[Finished]
-    released: Callable[[bool], None] = lambda sent: None
-    """Called when the request has ended; true where the client's connection took the whole reply."""
+    released: Callable[[Running], None] = lambda running: None
+    """Called when the request has ended."""
     created: int = 0
     """Seconds since 1970."""
     begun: asyncio.Future[None] | None = None
     """Done with the first token, where the text of the only answer is sent in pieces, as it comes."""
+    sending: bool = field(default=False, init=False)
+    """The client's connection took something of the reply."""
     sent: bool = field(default=False, init=False)
+    """It took the whole reply."""
 
     @property
     def id(self) -> str:
@@ -97,7 +100,7 @@ class Running:
 
     def release(self) -> None:
         """Note that the request has ended, however it ended."""
-        self.released(self.sent)
+        self.released(self)
 
 
 class Backend(ABC):
@@ -193,7 +196,7 @@ async def respond(dialect: Dialect, find: Callable[[HttpRequest], Backend], requ
                 streams = True
                 return _stream_response(_all_sent(dialect, running), running.release)
             reply = JSONResponse(dialect.reply(running))
-            running.sent = True
+            running.sending = running.sent = True
             return reply
         finally:
             if not streams:
@@ -201,9 +204,9 @@ async def respond(dialect: Dialect, find: Callable[[HttpRequest], Backend], requ
     # Whatever goes wrong must reach the client as a status, and the server must go on.
     except Exception as error:
         status, refusal = failed(error, recorded=final)
-        headers = {"Retry-After": "1"} if status == 429 else {}
-        if final:
-            headers["x-should-retry"] = "false"
+        headers = {"x-should-retry": "false"} if final else {}
+        if status == 429:
+            headers = {"Retry-After": "1"}
         return JSONResponse(dialect.error(status, refusal), status, headers=headers)
 
 
@@ -221,7 +224,8 @@ async def _until_ready(running: Running, request: HttpRequest) -> None:
         await asyncio.wait([ready, running.task, gone], return_when=asyncio.FIRST_COMPLETED)
     finally:
         gone.cancel()
-    if not (ready.done() or running.task.done()):
+    # Also where its reply has come meanwhile: nobody reads it, and a repeated request must find it.
+    if gone.done():
         raise Refused(GONE, "the client has gone")
     if running.task.cancelled():
         raise Refused(GONE, "the rollout has ended, or another client left this call")
@@ -230,6 +234,7 @@ async def _until_ready(running: Running, request: HttpRequest) -> None:
 
 
 async def _all_sent(dialect: Dialect, running: Running) -> AsyncIterator[str]:
+    running.sending = True
     async for event in dialect.events(running):
         yield event
     running.sent = True

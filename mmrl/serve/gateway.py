@@ -41,6 +41,8 @@ class _Lost(NamedTuple):
 
     task: asyncio.Future[Finished]
     expiry: asyncio.TimerHandle
+    unread: bool
+    """Nothing of its reply was sent."""
 
 
 Chat = Callable[[ChatRequest, str | None], Coroutine[Any, Any, Finished]]
@@ -80,12 +82,12 @@ class Session(Backend):
         # The same question a second time is a call of its own: only a client that did not get its reply repeats one.
         # Whatever a header says of retries, a call whose client still waits belongs to that client.
         if lost := self._lost.get(key):
-            task, expiry = lost.pop(0)
+            task, expiry, _ = lost.pop(0)
             expiry.cancel()
         else:
             task = self.run(self._chat(parsed, module))
         self._open += 1
-        return Running(parsed=parsed, task=task, released=partial(self._left, key, task))
+        return Running(parsed=parsed, task=task, released=partial(self._left, key))
 
     def run(self, work: Coroutine[Any, Any, Finished]) -> asyncio.Future[Finished]:
         """Start work in the rollout's event loop."""
@@ -95,10 +97,16 @@ class Session(Backend):
             work.close()
             raise Refused(401, ENDED, code="invalid_api_key") from None
 
-    def _left(self, key: bytes, task: asyncio.Future[Finished], sent: bool) -> None:
+    def unread(self) -> list[str]:
+        """Return the ids of replies whose clients went before anything was sent, and did not come back."""
+        tasks = [lost.task for calls in list(self._lost.values()) for lost in list(calls) if lost.unread]
+        return [task.result().id for task in tasks if task.done() and not (task.cancelled() or task.exception())]
+
+    def _left(self, key: bytes, running: Running) -> None:
         """Note that a client has its reply, or has gone: then the call waits for a retry, and ends."""
         self._open -= 1
-        if sent or task.cancelled():
+        task = running.task
+        if running.sent or task.cancelled():
             return
 
         def expire() -> None:
@@ -108,7 +116,7 @@ class Session(Backend):
                 task.cancel()
 
         lost = self._lost.setdefault(key, [])
-        entry = _Lost(task, asyncio.get_running_loop().call_later(RETRY_S, expire))
+        entry = _Lost(task, asyncio.get_running_loop().call_later(RETRY_S, expire), not running.sending)
         lost.append(entry)
 
 

@@ -41,6 +41,8 @@ def violations(schema: Mapping[str, Any], value: object) -> Sequence[tuple[str, 
 @lru_cache(256)
 def _validator(text: str) -> Validator:
     schema = json.loads(text)
+    if not isinstance(schema.get("$schema", ""), str):
+        raise ValueError(f"expected a JSON schema; $.$schema: got {schema['$schema']!r:.60}, expected a text")
     kind = validator_for(schema, default=Draft202012Validator)
     try:
         kind.check_schema(schema)

@@ -50,9 +50,12 @@ class Completions(Dialect):
         try:
             if self.chunk != self.kind:
                 yield event(0, self.delta(role="assistant", content=""))
-            async for text in running.pieces():
-                yield event(0, self.delta(text))
+            if running.begun is not None:
+                async for text in running.pieces():
+                    yield event(0, self.delta(text))
             for index, answer in enumerate(running.finished.answers):
+                if answer.reasoning:
+                    yield event(index, self.delta(reasoning_content=answer.reasoning))
                 if answer.text and running.begun is None:
                     yield event(index, self.delta(answer.text))
                 if answer.tool_calls:

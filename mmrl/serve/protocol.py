@@ -26,7 +26,7 @@ MOST_CHOICES, MOST_TOOLS = 16, 256
 """Choices of a reply (`n`), and tools of a request."""
 WITHOUT_EFFECT = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"),
-    *("prompt_cache_retention", "prediction", "verbosity"),
+    *("prompt_cache_retention", "prediction", "verbosity", "usage", "priority", "cache_prompt", "keep_alive"),
 )
 """Fields that no completion depends on, where the schema has none."""
 NEUTRAL: Mapping[str, Sequence[object]] = {
@@ -45,8 +45,14 @@ NEUTRAL: Mapping[str, Sequence[object]] = {
     "function_call": ("none", "auto"),
     "suffix": ("",),
     "modalities": (["text"],),
-    # of vLLM, SGLang and others
+    # of vLLM, SGLang, OpenRouter and others
+    "thinking": (),
+    "reasoning": ({},),
+    "provider": ({},),
+    "transforms": ([],),
+    "options": ({},),
     "min_p": (0,),
+    "top_a": (0,),
     "typical_p": (1,),
     "repetition_penalty": (1,),
     "length_penalty": (1,),
@@ -61,6 +67,11 @@ NEUTRAL: Mapping[str, Sequence[object]] = {
     "include_stop_str_in_output": (False,),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
+    "add_special_tokens": (False,),
+    "detokenize": (True,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "separate_reasoning": (True,),
     "chat_template_kwargs": ({},),
 }
 """Fields that cannot be had, and the values with which they change nothing; null is one for all."""
@@ -162,7 +173,7 @@ def _neutral_message(message: object) -> object:
         return message
     copied = (
         *("refusal", "annotations", "audio", "function_call", "reasoning_content", "reasoning", "reasoning_details"),
-        *("thinking_blocks", "provider_specific_fields"),
+        *("thinking_blocks", "provider_specific_fields", "cache_control"),
     )
     kept = {name: value for name, value in message.items() if value not in (None, []) and name not in copied}
     return {"content": "", **kept}

@@ -81,7 +81,9 @@ def _foreign(headers: Headers) -> tuple[int, str] | None:
     addresses = [("Host", f"//{host}") for host in headers.getlist("host")]
     for name, address in [*addresses, *(("Origin", origin) for origin in headers.getlist("origin"))]:
         try:
-            local = is_loopback(urlsplit(address).hostname or "")
+            parts = urlsplit(address)
+            # A host has no user, path or tab; where there is one, it is another server's way to read the name.
+            local = is_loopback(parts.hostname or "") and "@" not in address and address.endswith(f"//{parts.netloc}")
         except ValueError:
             local = False
         if not local:

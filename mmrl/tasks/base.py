@@ -66,6 +66,10 @@ class Context(Protocol):
         """Return True if prompts are the same with these further arguments of the model's chat template."""
         ...
 
+    def leave_out(self, reply: Reply) -> None:
+        """Leave the call of a reply out of the rollout, which has no part in how it ends: nobody read it."""
+        ...
+
     def leave(self) -> None:
         """Let the engine's batches no longer wait for this rollout, which has no request under way."""
         ...

@@ -37,8 +37,9 @@ def served(answer: Callable[[str], str], **options: Any) -> tuple[Scripted, Any]
     return engine, make_app(ServedPolicy(engine, engine.tokenizer, **options))
 
 
+@pytest.mark.parametrize("text", ["", "I look.\n", "At sea."])
 @pytest.mark.parametrize("stream", [False, True])
-def test_calls_choices_and_log_probabilities_are_those_of_the_gateway(stream: bool) -> None:
+def test_calls_choices_and_log_probabilities_are_those_of_the_gateway(stream: bool, text: str) -> None:
     replies: dict[str, list[Any]] = {}
 
     async def asked(url: str, key: str, into: str) -> None:
@@ -55,11 +56,20 @@ def test_calls_choices_and_log_probabilities_are_those_of_the_gateway(stream: bo
         await asked(base_url, api_key, "trained")
         return "0"
 
-    one(agent_task(agent), Scripted(with_tool, tokenizer("qwen3")))
-    with listening(served(with_tool)[1]) as url:
+    def answer(prompt: str) -> str:
+        return text if text == "At sea." else text + with_tool(prompt)
+
+    one(agent_task(agent), Scripted(answer, tokenizer("qwen3")))
+    with listening(served(answer)[1]) as url:
         asyncio.run(asked(f"{url}/v1", "none", "served"))
     assert replies["served"] == replies["trained"] != []
-    assert json.dumps(replies["served"]).count("drawn") == 2
+    told = json.dumps(replies["served"])
+    assert told.count('"reasoning_content": "Hm."') == (0 if text == "At sea." else 2)
+    assert (told.count("drawn"), told.count("I look."), told.count("At sea.")) == {
+        "": (2, 0, 0),
+        "I look.\n": (2, 2, 0),
+        "At sea.": (0, 0, 2),
+    }[text]
 
 
 def test_text_of_anthropics_streams_comes_as_it_is_sampled_and_tokens_are_counted() -> None:

@@ -40,6 +40,8 @@ class Recorder:
         self._conversations = Conversations(ctx.decode)
         self._contexts: Counter[tuple[int, ...]] = Counter()
         """Replies by the ids up to their end."""
+        self._replies: dict[str, list[Reply]] = {}
+        """Those of a request, by its id."""
         self._shots: dict[str, int] = {}
         """Module -> replies in its first request: demonstrations."""
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -113,9 +115,20 @@ class Recorder:
         self.calls += parsed.n
         if self.calls > self._config.max_calls:
             raise LimitFailure(f"the agent made more than task.max_calls={self._config.max_calls} calls")
-        return await self._conversations.answered(parsed, module, partial(self._call, parsed, module), self._name)
+        replies: list[Reply] = []
+        call, name = partial(self._call, parsed, module), partial(self._name, replies)
+        finished = await self._conversations.answered(parsed, module, call, name)
+        self._replies[finished.id] = replies
+        return finished
 
-    def _name(self, reply: Reply) -> str:
+    def leave_out(self, requests: Sequence[str]) -> None:
+        """Leave the calls of requests, by their ids, out of the rollout: the agent knows nothing of their replies."""
+        for name in requests:
+            for reply in self._replies.pop(name, ()):
+                self._ctx.leave_out(reply)
+
+    def _name(self, replies: list[Reply], reply: Reply) -> str:
+        replies.append(reply)
         # Two calls may have the same tokens; the second is another reply all the same.
         self._contexts[reply.context] += 1
         return reply_id(reply.context, self._contexts[reply.context])

@@ -89,6 +89,7 @@ class AgentProgram:
         finally:
             server.close(key, credential)
             await recorder.close()
+            recorder.leave_out(session.unread())
         # Whatever the agent made of a failed call; but it may shorten what was too long, and ask again.
         if recorder.failure is not None and not isinstance(recorder.failure, LengthFailure):
             raise recorder.failure

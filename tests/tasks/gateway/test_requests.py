@@ -9,6 +9,9 @@ import openai
 import pytest
 
 from mmrl.report.forest import check_forest
+from mmrl.serve import front
+from mmrl.serve.front import Finished, Running
+from mmrl.serve.protocol import CompletionRequest, Refused
 from tests.helpers.gateway import Scripted, agent_task, one, post, rolled_out, tokenizer
 
 ASK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where is Porto?"}]
@@ -300,10 +303,16 @@ def test_the_module_is_named_by_the_model_the_header_or_a_rule():
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "text alone"),
         ({"min_p": 0.1}, "min_p: this server does not have it"),
         ({"mirostat": 2}, "mirostat: unknown field"),
+        ({"thinking": {"type": "disabled"}}, "thinking: this server does not have it"),
+        ({"provider": {"order": ["x"]}}, "provider: this server does not have it"),
         ({"logit_bias": {"5": 1}}, "logit_bias: this server does not have it"),
         ({"top_logprobs": 3}, "top_logprobs: this server does not have it"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": "x " * 5000}]}, "leaves no room"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"$schema": ["draft-07"]}}}},
+            "$.$schema: got ['draft-07'], expected a text",
+        ),
     ],
     ids=lambda value: str(value)[:30],
 )
@@ -370,6 +379,56 @@ def test_equal_requests_at_once_that_are_all_repeated_get_a_reply_each():
     rollout, calls = one(agent_task(agent), engine)
     assert rollout.error is None, rollout.error_message
     assert sorted(read) == sorted(call.text for call in calls) == [f"reply {n}" for n in range(4)]
+
+
+def test_more_requests_at_once_than_are_taken_are_asked_again_by_their_client(monkeypatch):
+    monkeypatch.setattr("mmrl.serve.gateway.MOST_OPEN", 3)
+    read = []
+
+    async def work(asking):
+        asked = (asking.chat.completions.create(model="m", messages=ASK) for _ in range(5))
+        read.extend(await asyncio.gather(*asked))
+        return "0"
+
+    rollout, calls = one(agent_task(agent_of(work)), Scripted(lambda prompt: "x", delay=0.2))
+    assert rollout.error is None, rollout.error_message
+    assert len(read) == len(calls) == 5
+
+
+def test_a_reply_that_comes_as_its_client_leaves_waits_for_the_retry():
+    class Left:
+        async def receive(self):
+            return {"type": "http.disconnect"}
+
+    async def ready():
+        task = asyncio.get_running_loop().create_future()
+        task.set_result(Finished(id="a", answers=[], tokens=(0, 0)))
+        await front._until_ready(Running(parsed=CompletionRequest(model="m", prompt="q"), task=task), Left())
+
+    with pytest.raises(Refused, match="the client has gone"):
+        asyncio.run(ready())
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_reply_that_nobody_came_back_for_is_no_call_of_the_rollout(stream):
+    async def agent(example, base_url, api_key):
+        async with client(base_url, api_key, timeout=0.1, max_retries=0) as impatient:
+            with pytest.raises(openai.APITimeoutError):
+                await impatient.chat.completions.create(model="m", messages=ASK, stream=stream)
+        async with client(base_url, api_key) as asking:
+            await asking.chat.completions.create(model="m", messages=ASK, max_tokens=9)
+            await asking.chat.completions.create(model="m", messages=ASK[1:])
+        return "0"
+
+    engine = Scripted(lambda prompt: f"reply {next(numbers)}", delay=0.4)
+    numbers = itertools.count()
+    forest = rolled_out(agent_task(agent), engine)
+    (rollout,) = forest.rollouts
+    calls = forest.path(rollout)
+    assert rollout.error is None, rollout.error_message
+    assert [call.text for call in calls] == ["reply 1", "reply 2"] and len(engine.requests) == 3
+    assert [call.parent for call in calls] == [None, calls[0].id]
+    check_forest(forest, "forest")
 
 
 def test_a_client_that_leaves_frees_its_slot(monkeypatch):
@@ -488,6 +547,12 @@ DEFAULTS = {
     "chat_template_kwargs": {"enable_thinking": True},
     "skip_special_tokens": True,
     "stop": None,
+    "priority": 0,
+    "usage": {"include": True},
+    "provider": {},
+    "transforms": [],
+    "return_token_ids": False,
+    "messages": [{"role": "user", "content": "Where?", "cache_control": {"type": "ephemeral"}}],
 }
 
 
