@@ -5,7 +5,6 @@ Part of `report`; reads only, also while the run is going on.
 
 from __future__ import annotations
 
-import shlex
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -136,8 +135,9 @@ class Overview:
         if self.summary:  # the process that writes the report of a finished run still holds the lock
             return "finished"
         # The lock is looked at each time: a state that was cached would be wrong a moment later.
-        command = f"mmrl {'eval' if self.evaluates else 'train'} resume={shlex.quote(str(self.run.resumed_as))}"
-        return "running" if self.run.in_use else f"stopped; continue with: {command}"
+        if self.run.in_use:
+            return "running"
+        return f"stopped; continue with: {self.run.resume_command(evaluates=self.evaluates)}"
 
     @property
     def split(self) -> str:

@@ -44,6 +44,7 @@ from mmrl.system.files import (
     take_lock,
 )
 from mmrl.system.json_lines import LINES_DIFFER, Ledger, begins_with, cut, file_mark
+from mmrl.system.objects import is_given
 
 LOCK, SEGMENTS, EXAMPLES = "run.lock", "segments.jsonl", "examples.jsonl"
 LONGEST = 600
@@ -223,6 +224,13 @@ class RunDir:
     def resumed_as(self) -> Path:
         """The folder to resume: the run itself, or the set in whose folder it lies (`mmrl train stages=[A,B]`)."""
         return self.path.parent if (self.path.parent / SET).is_file() else self.path
+
+    def resume_command(self, *, evaluates: bool = False) -> str:
+        """Return what continues the run: a command, or from Python where its program was an object there."""
+        task = self._stored_config().get("task", {})
+        if any(isinstance(value, str) and is_given(value) for value in task.values()):
+            return f"MMRL(…).compile(…, resume={str(self.path)!r}) in Python"
+        return f"mmrl {'eval' if evaluates else 'train'} resume={shlex.quote(str(self.resumed_as))}"
 
     @property
     def config(self) -> JsonObject:

@@ -353,7 +353,7 @@ def session(config: StageConfig, rundir: RunDir, checkpoint: Path | None, proces
                 stage is not None or not isinstance(error, ConfigError)
             )
             if processes.main and goes_on:
-                continue_with(error, f"mmrl train resume={rundir.resumed_as}")
+                continue_with(error, rundir.resume_command())
             raise
     print(text)
     return 0 if rundir.finished else 1

@@ -151,7 +151,7 @@ def _compare_runs(request: SetRequest) -> int:
     with damage_named(" ".join(map(str, paths))):
         result = found_set(keys.name or (paths[0].resolve().name if one_folder else "runs"), runs)
     result = replace(result, command=_typed(request, False))
-    out = keys.out or (paths[0] if one_folder else allocate(TOP, f"{datetime.now():%Y-%m-%d_%H-%M-%S}"))
+    out = keys.out or (paths[0] if one_folder else allocate(TOP, keys.name or f"{datetime.now():%Y-%m-%d_%H-%M-%S}"))
     _show(result, Path(out))
     return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -58,14 +59,20 @@ def _existing_run(path: Path, metric: str = "") -> Run:
 
 
 def _labels(members: Sequence[Overview]) -> Iterator[str]:
-    """Yield the label of each run: the algorithm's name, with the config values in which its runs differ."""
+    """Yield the label of each run: the algorithm's name, with the values, or the folder, by which its runs differ."""
     chains = [[RunDir.read(link.path).config for link in _existing_run(run.run.path).chain] for run in members]
     names = ["+".join(str(config["algo"]["name"]) for config in chain) for chain in chains]
     settings = [settings_of(run, STARTED if run.get("start") else NOT_VARIANTS) for run in members]
+    labels: list[str] = []
     for name, values in zip(names, settings, strict=True):
         same = [other for other_name, other in zip(names, settings, strict=True) if other_name == name]
         paths = [path for path in values if len({other[path] for other in same if path in other}) > 1]
-        yield " ".join([name, *(f"{path}={literal(values[path])}" for path in paths)])
+        labels.append(" ".join([name, *(f"{path}={literal(values[path])}" for path in paths)]))
+    # Finished runs of one config and seed, as before and after the user's own code was changed, are rows by folder.
+    finished = Counter((label, run.get("seed", 0)) for label, run in zip(labels, members, strict=True) if run.summary)
+    for label, run in zip(labels, members, strict=True):
+        several = run.summary and finished[label, run.get("seed", 0)] > 1
+        yield f"{label} ({run.run.path.name})" if several else label
 
 
 def _one_per_seed(row: str, runs: Sequence[Overview], notes: list[str]) -> list[Overview]:

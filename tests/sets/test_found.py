@@ -253,3 +253,12 @@ def test_mistakes_in_what_is_compared(tmp_path, capsys, monkeypatch):
 def test_a_setting_that_is_set_again_is_one_word():
     words = ["task=a", "train.steps=5", "~algo.x", "++train.steps=7", "algo.x=1", "task=b"]
     assert later_wins(words) == ["task=b", "++train.steps=7", "~algo.x", "algo.x=1"]
+
+
+def test_finished_runs_of_one_config_are_rows_by_their_folders(tmp_path):
+    made(tmp_path / "before")
+    made(tmp_path / "after")
+    made(tmp_path / "stopped", done=False)
+    result = found(tmp_path)
+    names = [str(row) for row in result.rows]
+    assert len(names) == 3 and {name.partition(" (")[2] for name in names} == {"before)", "after)", ""}
