@@ -53,7 +53,7 @@ test-slow: $(STAMP) ## run the slow tests: whole runs of several processes, kill
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow and not vllm and not ray" $(ARGS)
 
 test-agents: .venv-agents/.installed ## play the agents of docs/agents by their own clients, over scripted replies
-	.venv-agents/bin/python -m pytest tests/agents $(ARGS)
+	.venv-agents/bin/python -m pytest tests/agents tests/serve/test_served_agents.py $(ARGS)
 
 # Apart: these clients want other versions of what .venv has.
 .venv-agents/.installed: $(STAMP)

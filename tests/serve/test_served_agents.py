@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 
@@ -73,6 +72,7 @@ def test_calls_choices_and_log_probabilities_are_those_of_the_gateway(stream: bo
 
 
 def test_text_of_anthropics_streams_comes_as_it_is_sampled_and_tokens_are_counted() -> None:
+    anthropic = pytest.importorskip("anthropic")  # with `make test-agents`
     engine, app = served(lambda prompt: "In Portugal, by the sea.")
     engine.pieces = True
     options: Any = {"model": "claude", "max_tokens": 64, "messages": QUESTION}
