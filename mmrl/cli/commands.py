@@ -289,7 +289,7 @@ def _set_request(context: typer.Context, keys: Sequence[str]) -> tuple[SetReques
 
 @app.command(
     **SETTINGS,
-    options_metavar="rollouts=FILE algo=A[,B] | run=RUN_DIR [step=N] [algo=A,B] [KEY=VALUE ...]",
+    options_metavar="rollouts=FILE algo=A[,B] | run=RUN_DIR step=N [algo=A,B] [KEY=VALUE ...]",
 )
 def credit(context: typer.Context, as_json: JsonFlag = False) -> int:
     """Print rewards, groups, advantages and weights of recorded rollouts; no task, no model, no torch.

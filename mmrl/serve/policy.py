@@ -94,8 +94,6 @@ class ServedPolicy(Backend):
 
     async def begin(self, parsed: SamplingRequest, headers: Mapping[str, str], body: bytes) -> Running:
         """See `Backend.begin`."""
-        if isinstance(parsed, ChatRequest):
-            parsed.refuse_other_prompts(template_of(self.tokenizer).unchanged_by)
         module = self.named(parsed.model, headers)
         if not self.modules:  # whatever its name: an agent goes on with those that it was trained with
             module = ""

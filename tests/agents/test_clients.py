@@ -38,6 +38,16 @@ def with_tool(prompt):
     return "Done." if FOUND in prompt else CALLED
 
 
+def react(prompt):
+    """What DSPy's ReAct reads: a search, then the end, then the answer."""
+    fields = {"next_thought": "t", "next_tool_name": "finish", "next_tool_args": "{}"}
+    if "next_tool_name" not in prompt.rpartition("Respond with")[2]:
+        fields = {"reasoning": "r", "answer": "Done."}
+    elif FOUND not in prompt:
+        fields |= {"next_tool_name": "search", "next_tool_args": json.dumps({"query": "Porto"})}
+    return "".join(f"[[ ## {name} ## ]]\n{value}\n" for name, value in {**fields, "completed": ""}.items())
+
+
 @pytest.mark.parametrize(
     ("module", "package"),
     [("openai_client", "openai"), ("anthropic_client", "anthropic"), ("langgraph_agent", "langgraph")],
@@ -72,15 +82,7 @@ def test_the_parts_of_an_agent_of_the_agents_sdk_are_modules():
 
 
 def test_a_program_of_dspys_calls_by_its_own_lm():
-    def reply(prompt):
-        fields = {"next_thought": "t", "next_tool_name": "finish", "next_tool_args": "{}"}
-        if "next_tool_name" not in prompt.rpartition("Respond with")[2]:
-            fields = {"reasoning": "r", "answer": "Done."}
-        elif FOUND not in prompt:
-            fields |= {"next_tool_name": "search", "next_tool_args": json.dumps({"query": "Porto"})}
-        return "".join(f"[[ ## {name} ## ]]\n{value}\n" for name, value in {**fields, "completed": ""}.items())
-
-    paths, _ = played("dspy_agent", "dspy", reply)
+    paths, _ = played("dspy_agent", "dspy", react)
     assert all([call.module for call in calls] == ["agent"] * 3 for calls in paths)
 
 

@@ -15,12 +15,10 @@ import pytest
 from mmrl.cli import main
 from mmrl.report.rundir import RunDir
 from mmrl.serve.policy import ServedPolicy, make_app
+from tests.agents.test_clients import CALLED, FOUND, react
 from tests.helpers import TOP
 from tests.helpers.gateway import Scripted, agent_task, one, tokenizer
 from tests.helpers.servers import fetch_json, listening
-
-CALLED = '<tool_call>\n{"name": "search", "arguments": {"query": "Porto"}}\n</tool_call>'
-FOUND = "Nothing is known of Porto."
 
 
 def with_tool(prompt):
@@ -30,15 +28,6 @@ def with_tool(prompt):
 
 def planned(prompt):
     return "Look for Porto." if "Say what to look for" in prompt else with_tool(prompt)
-
-
-def react(prompt):
-    fields = {"next_thought": "t", "next_tool_name": "finish", "next_tool_args": "{}"}
-    if "next_tool_name" not in prompt.rpartition("Respond with")[2]:
-        fields = {"reasoning": "r", "answer": "Done."}
-    elif FOUND not in prompt:
-        fields |= {"next_tool_name": "search", "next_tool_args": json.dumps({"query": "Porto"})}
-    return "".join(f"[[ ## {name} ## ]]\n{value}\n" for name, value in {**fields, "completed": ""}.items())
 
 
 def played(agent, example, url):
