@@ -58,7 +58,8 @@ test-agents: .venv-agents/.installed ## play the agents of docs/agents by their 
 # Apart: these clients want other versions of what .venv has.
 .venv-agents/.installed: $(STAMP)
 	$(PYTHON) -m venv .venv-agents
-	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	# and this folder itself: an editable install has a .pth of its own, which is not followed from there
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"), "$(CURDIR)", sep="\n")' \
 		> "$$(.venv-agents/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/mmrl.pth"
 	.venv-agents/bin/python -m pip install -q openai anthropic openai-agents langgraph langchain-openai
 	@touch $@
