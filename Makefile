@@ -55,10 +55,10 @@ test-slow: $(STAMP) ## run the slow tests: whole runs of several processes, kill
 test-agents: .venv-agents/.installed ## play the agents of docs/agents by their own clients, over scripted replies
 	.venv-agents/bin/python -m pytest tests/agents tests/serve/test_served_agents.py $(ARGS)
 
-# Apart: these clients want other versions of what .venv has.
+# Apart: these clients want other versions of what .venv has. Its .pth names this folder too: an editable install has a
+# .pth of its own, which is not followed from there.
 .venv-agents/.installed: $(STAMP)
 	$(PYTHON) -m venv .venv-agents
-	# and this folder itself: an editable install has a .pth of its own, which is not followed from there
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"), "$(CURDIR)", sep="\n")' \
 		> "$$(.venv-agents/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/mmrl.pth"
 	.venv-agents/bin/python -m pip install -q openai anthropic openai-agents langgraph langchain-openai
