@@ -135,6 +135,8 @@ def finish(
     differences = compare_items(before, after, seed, overview.get("eval.bootstrap"), main_metric)
     if ends := [segment["done"] for segment in run.segments]:
         facts = {**facts, "extended": f"after step {', '.join(map(str, ends))} (segments.jsonl)"}
+    # The page of the last evaluation is not this one, and a run without a page is not finished (`RunDir.finished`).
+    run.report_path.unlink(missing_ok=True)
     # First the numbers, then the page: a page that fails to draw loses nothing.
     run.write_summary(
         {

@@ -259,8 +259,11 @@ def test_a_failed_drawing_does_not_lose_the_summary(tmp_path, monkeypatch):
 
     monkeypatch.setattr("mmrl.report.html.write_report", broken)
     run = fake_run(tmp_path / "run", steps=3)
+    run.report_path.write_text("the page of an evaluation under way")
     assert "report not written (RuntimeError: no fonts)" in finished(run)
     assert run.summary["steps"] == 3
+    # A resume draws the page of a run that has its summary: the old page must not stand for it.
+    assert not run.report_path.exists() and not RunDir.read(run.path).finished
 
 
 def test_curves_that_agree_are_both_seen_and_the_legend_is_above_them():
