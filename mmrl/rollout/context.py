@@ -13,7 +13,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from mmrl import rng
 from mmrl.engines.base import Completion, Engine, Request, Sampling
@@ -27,7 +27,7 @@ from mmrl.errors import (
     ToolFailure,
 )
 from mmrl.records import EMPTY, LARGEST, Call, Example, Reply
-from mmrl.rollout.environment import Environment, Teacher
+from mmrl.rollout.environment import Environment
 from mmrl.rollout.tape import Event, Tape
 from mmrl.system.user_code import finite_numbers, located
 from mmrl.tasks.base import Message
@@ -69,8 +69,8 @@ class RolloutContext:
     replay: Sequence[Event] = ()
     on_live_call: Callable[[RolloutContext, str], None] | None = None
     """Called before each live call; may start siblings that replay `events` so far."""
-    exchanged: Mapping[str, str | Teacher] = EMPTY
-    """Module -> what its live calls reply instead of what the policy would, or the teacher whose model does."""
+    substitutes: Mapping[str, Substitute] = EMPTY
+    """Module -> what replies to its live calls in place of the policy."""
     tape: Tape = field(init=False)
 
     def __post_init__(self) -> None:
@@ -262,15 +262,7 @@ class RolloutContext:
             raise LengthFailure(f"a prompt of {tokens} tokens leaves no room in a context of {settings.max_context}")
         failure: ParseFailure | None = None
         for attempt in range(self.env.attempts):
-            substitute = self.exchanged.get(module)
-            if substitute is None:
-                completion = await self._request(generation, attempt)
-                text = self.env.decode(completion.ids)
-            elif isinstance(substitute, str):
-                text = substitute
-                completion = Completion(ids=self.env.extend((), text, False), logprobs=None, finish="stop")
-            else:
-                completion, text = await self._exchanged_by(substitute, generation, attempt)
+            completion, text = await self._reply(generation, attempt)
             tools, parse = generation.tools, generation.parse
             parsed: Any = self.env.read(generation.prompt_ids, completion.ids, tools) if tools else None
             try:
@@ -340,28 +332,15 @@ class RolloutContext:
             position += len(text) + 1
         return ""
 
-    async def _exchanged_by(self, teacher: Teacher, generation: Generation, attempt: int) -> tuple[Completion, str]:
-        """Return the reply of a teacher's model to the same messages, with the policy's own ids of it."""
-        env = teacher.environment
-        assert generation.messages is not None  # no module that goes on in a context has a teacher (`run.check`)
-        rendered = replace(generation, prompt_ids=env.render(generation.messages))
-        # The policy's batches must not wait for a program that waits for another engine.
-        self.env.engine.leave()
-        env.engine.enter()
-        try:
-            completion = await self._sampled(env.engine, rendered, attempt)
-        finally:
-            env.engine.leave()
-            self.env.engine.enter()
-        text = env.decode(completion.ids)
-        return replace(
-            completion, ids=teacher.student_ids(completion.ids, text, completion.finish), logprobs=None
-        ), text
+    async def _reply(self, generation: Generation, attempt: int) -> tuple[Completion, str]:
+        """Return an attempt's completion and its text."""
+        if substitute := self.substitutes.get(generation.module):
+            return await substitute(self, generation, attempt)
+        completion = await self.sampled(self.env.engine, generation, attempt)
+        return completion, self.env.decode(completion.ids)
 
-    async def _request(self, generation: Generation, attempt: int) -> Completion:
-        return await self._sampled(self.env.engine, generation, attempt)
-
-    async def _sampled(self, engine: Engine, generation: Generation, attempt: int) -> Completion:
+    async def sampled(self, engine: Engine, generation: Generation, attempt: int) -> Completion:
+        """Sample a completion by an engine, the policy's or another."""
         settings = self.env.settings
         sampling = Sampling(
             max_tokens=generation.limit,
@@ -390,6 +369,10 @@ class RolloutContext:
             raise EngineFailure(f"{type(error).__name__}: {error}") from error
         finally:
             self.tape.end()
+
+
+Substitute: TypeAlias = Callable[[RolloutContext, Generation, int], Awaitable[tuple[Completion, str]]]
+"""Takes a rollout's context, a generation and the number of the attempt; returns the completion and its text."""
 
 
 def _succeeded(outcome: asyncio.Future[object]) -> bool:

@@ -26,11 +26,11 @@ from mmrl.errors import (
 )
 from mmrl.records import EMPTY, Call, Example, Forest, Rollout, caught
 from mmrl.rollout.context import RolloutContext
+from mmrl.rollout.counterfactuals import counterfactuals
 from mmrl.rollout.environment import Environment
 from mmrl.rollout.plans import Exchange, Fork, Tree
 from mmrl.rollout.tape import Event
 from mmrl.rollout.teachers import TeacherForcedContext
-from mmrl.system.objects import imported
 from mmrl.system.portal import on_rollout_loop
 from mmrl.system.user_code import as_json, copied, finite_numbers, located
 from mmrl.tasks.base import Canonical, Described, Guarded, Program, Score
@@ -105,24 +105,9 @@ class _Tree:
     async def _without_modules(self, exchange: Exchange, ctx: RolloutContext) -> tuple[dict[str, float], int]:
         """Play the rollout without each module; returns outcomes, but where outside causes failed it, and calls."""
         outcomes, calls = {}, 0
-        for module in exchange.modules:
-            events = ctx.events
-            first = next(
-                (index for index, event in enumerate(events) if event.call and event.call.module == module), None
-            )
-            if first is None:
-                continue  # the program did without it
-            path = f"{ctx.path}~{module}"
-            if exchange.program is not None:
-                replay = RolloutContext(self.env, self.example, path)
-                rollout = await self._execute(replay, imported("algo.program", exchange.program))
-            else:
-                substitute = exchange.reply if exchange.teacher is None else self.env.teachers[exchange.teacher]
-                # Copies: what the second play is scored with must not become turn rewards of the first.
-                tape = [replace(event) for event in events[:first]]
-                replay = RolloutContext(self.env, self.example, path, tape, exchanged={module: substitute})
-                rollout = await self._execute(replay)
-            calls += sum(call.id.startswith(f"{self.example.id}/{path}#") for call in replay.calls)
+        for module, replay, program in counterfactuals(exchange, ctx):
+            rollout = await self._execute(replay, program)
+            calls += sum(call.id.startswith(f"{self.example.id}/{replay.path}#") for call in replay.calls)
             if rollout.reward is not None:
                 outcomes[module] = rollout.reward
         return outcomes, calls

@@ -91,13 +91,10 @@ class TeacherForcedContext(RolloutContext):
                     event.call, logprobs=None, teacher=self.teacher, policy_version=None, attempts=match.attempts
                 )
 
-    async def _request(self, generation: Generation, attempt: int) -> Completion:
+    async def _reply(self, generation: Generation, attempt: int) -> tuple[Completion, str]:
         match = self._match(generation)
-        return Completion(
-            ids=self.env.teachers[self.teacher].student_ids(match.completion_ids, match.text, match.finish),
-            logprobs=(),
-            finish=match.finish,
-        )
+        ids = self.env.teachers[self.teacher].student_ids(match.completion_ids, match.text, match.finish)
+        return Completion(ids=ids, logprobs=(), finish=match.finish), self.env.decode(ids)
 
     def _match(self, generation: Generation) -> Call:
         """Return the teacher's call of the same module and invocation.

@@ -178,7 +178,7 @@ def test_a_module_may_be_exchanged_for_another_models():
 
 
 def test_a_second_play_may_be_another_programs(monkeypatch):
-    monkeypatch.setattr("mmrl.rollout.sample.imported", lambda key, name: {"mine:alone": Chain(("c",))}[name])
+    monkeypatch.setattr("mmrl.rollout.counterfactuals.imported", lambda key, name: {"mine:alone": Chain(("c",))}[name])
     plan = (Tree(exchange=Exchange(("a",), program="mine:alone")),)
     forest, engine = run_program(Chain(), plan, examples=1)
     (rollout,) = forest.rollouts
