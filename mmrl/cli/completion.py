@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args, get_origin
 
-from typer.core import CompletionItem, TyperCommand, TyperGroup
+from typer.core import CompletionItem, TyperCommand, TyperGroup  # type: ignore[attr-defined]
 
 from mmrl.system.conf import GROUPS, conf_dir, options, user_dirs
 

@@ -29,3 +29,37 @@ from mmrl.config.schema import (
 )
 from mmrl.config.tasks import TASK_SCHEMAS, DataConfig, JudgeConfig, TaskConfig
 from mmrl.config.validate import validate, validate_stored
+
+__all__ = [
+    "ALGO_SCHEMAS",
+    "ENGINE_SCHEMAS",
+    "RETRIEVER_SCHEMAS",
+    "TASK_SCHEMAS",
+    "AlgoConfig",
+    "DataConfig",
+    "EndpointConfig",
+    "EngineConfig",
+    "EvalCommandConfig",
+    "EvalConfig",
+    "HardwareConfig",
+    "JudgeConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "ModuleWeights",
+    "PromptCommandConfig",
+    "RetrieverConfig",
+    "RootConfig",
+    "RunConfig",
+    "SftCommandConfig",
+    "StageConfig",
+    "StagedCommandConfig",
+    "StartConfig",
+    "TaskConfig",
+    "TrainCommandConfig",
+    "TrainConfig",
+    "WeightsConfig",
+    "schema_of",
+    "stage_schema",
+    "validate",
+    "validate_stored",
+]

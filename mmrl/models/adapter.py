@@ -247,7 +247,7 @@ def _is_product(layer: nn.Linear | Conv1D) -> bool:
         result = torch.func.functional_call(layer, weights, torch.empty(5, width_in, device="meta"))
     except (RuntimeError, IndexError):  # of another number of dimensions
         return False
-    return result.shape == (5, width_out)
+    return bool(result.shape == (5, width_out))
 
 
 @cache

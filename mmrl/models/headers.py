@@ -75,7 +75,8 @@ def file_weights(path: Path) -> Mapping[str, Tensor]:
 
     try:
         if path.suffix != ".safetensors":
-            return torch.load(path, map_location="meta", weights_only=True)
+            weights: dict[str, torch.Tensor] = torch.load(path, map_location="meta", weights_only=True)
+            return weights
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             return {

@@ -61,7 +61,7 @@ class OneDnnLinear(nn.Linear):
         """Multiply (…, in) -> (…, out)."""
         if input.dtype != torch.float32 or input.device.type != "cpu" or torch.is_autocast_enabled("cpu"):
             return F.linear(input, self.weight, self.bias)
-        product: Tensor = _Product.apply(input, self.weight, self.bias)
+        product: Tensor = _Product.apply(input, self.weight, self.bias)  # type: ignore[no-untyped-call]
         return product
 
 

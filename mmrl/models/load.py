@@ -300,7 +300,7 @@ def _refusing(model: ModelConfig, part: str) -> Iterator[None]:
 
 def _finder(model: ModelConfig) -> Callable[[str], str | None]:
     """Return what finds a file of `model` by its name; of a hub id it is loaded from the hub."""
-    from transformers.utils import cached_file
+    from transformers.utils.hub import cached_file
 
     source = _source(model)
     # The path of none that the model does not have: it has its weights in one of several kinds of files.

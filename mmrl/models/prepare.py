@@ -122,7 +122,7 @@ def choose_attention(config: PreTrainedConfig, kind: type[PreTrainedModel], mode
     Raises:
         ConfigError: one that the class does not have, or that passes over a part of the config.
     """
-    from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+    from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
     available = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
     capped = next(

@@ -157,7 +157,8 @@ class Overview:
     @property
     def total(self) -> int | None:
         """Number of steps of the whole run."""
-        return self.get("train.steps")
+        total: int | None = self.get("train.steps")
+        return total
 
     @property
     def curve(self) -> dict[str, float]:

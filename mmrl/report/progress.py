@@ -67,7 +67,7 @@ def _harmless(
         except Exception as error:  # a display must not end a run
             progress.switch_off(error)
 
-    return guarded
+    return cast("Callable[Concatenate[Progress, Arguments], None]", guarded)
 
 
 class AboveDisplay:

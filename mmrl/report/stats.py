@@ -77,7 +77,8 @@ def trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
     total = np.cumsum(np.concatenate([[0.0], values]))
     ends = np.arange(1, len(values) + 1)
     starts = np.maximum(ends - window, 0)
-    return (total[ends] - total[starts]) / (ends - starts)
+    means: np.ndarray = (total[ends] - total[starts]) / (ends - starts)
+    return means
 
 
 def keys_in(history: Iterable[Metrics]) -> tuple[str, ...]:

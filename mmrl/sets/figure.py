@@ -24,13 +24,12 @@ from mmrl.report.charts import (
     MARKERS,
     PAGE,
     STYLE,
-    WINDOW,
     bare_svg,
     standalone,
     whole_steps,
 )
 from mmrl.report.overview import Overview
-from mmrl.report.stats import History, series, splits_in, trailing_mean
+from mmrl.report.stats import WINDOW, History, series, splits_in, trailing_mean
 from mmrl.sets.cells import BEHAVIOUR, SetResult, behaviour_in
 from mmrl.sets.spec import Diagram, Figure
 from mmrl.system.files import JsonObject

@@ -368,7 +368,7 @@ class SetPage:
 
     def _latex(self) -> str:
         places, *ours = _grid(self.result, _ours)
-        table = pandas.DataFrame(ours, columns=places).to_latex(index=False, escape=True)
+        table: str = pandas.DataFrame(ours, columns=places).to_latex(index=False, escape=True)
         head = "".join(f"% {name}: {text}\n" for name, text in self.result.head.items())
         return head + table
 

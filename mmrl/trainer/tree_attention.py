@@ -197,9 +197,10 @@ def attention(
         # Only in the last layer: the layers before hand every token's state on to the keys of the next one.
         last = tree.read is not None and module.layer_idx == module.config.num_hidden_layers - 1
         if not last:
-            return TreeAttention.apply(query, key, value, tree.kernel_calls, scale), None
+            return TreeAttention.apply(query, key, value, tree.kernel_calls, scale), None  # type: ignore[no-untyped-call]
         read = torch.tensor(tree.read)  # (Q,)
-        rows = TreeAttention.apply(query[:, :, read], key, value, tree.kernel_calls_read, scale)  # (1, Q, heads, D)
+        # (1, Q, heads, D)
+        rows = TreeAttention.apply(query[:, :, read], key, value, tree.kernel_calls_read, scale)  # type: ignore[no-untyped-call]
         # Back to N rows, the others zero: the residual stream keeps its shape, and nobody reads those rows.
         return rows.new_zeros(1, key.shape[2], *rows.shape[2:]).index_copy(1, read, rows), None
     return flex(query, key, value, tree, scale).transpose(1, 2), None

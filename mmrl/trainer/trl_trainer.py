@@ -22,7 +22,7 @@ import torch
 from datasets import Dataset
 from peft import PeftModel
 from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer  # type: ignore[attr-defined]
 
 from mmrl.errors import CheckpointError, ConfigError, Stopped, SyncFailure, TooManyFailures
 from mmrl.models.policy import is_complete
@@ -331,7 +331,7 @@ class MmrlTrainer(GRPOTrainer):
         elif self.critic is not None:
             norm = self.accelerator.clip_grad_norm_(self.critic.policy_parameters(model), limit)
         else:
-            norm = super()._clip_grad_norm(model)
+            norm = super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
         value = sharding.as_number(norm) if norm is not None else 0.0
         self.totals.grad_norms.append(finite(value, "gradient norm", self.steps_done + 1))
         return norm
@@ -407,7 +407,7 @@ class MmrlTrainer(GRPOTrainer):
             assert self.optimizer is not None and self.lr_scheduler is not None
             sharding.load_optimizer(self.optimizer, self.lr_scheduler, Path(checkpoint))
         else:
-            super()._load_optimizer_and_scheduler(checkpoint)
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[no-untyped-call]
 
     def floating_point_ops(self, inputs: object) -> int:
         """Return 0: Hugging Face's formula needs its own batch format."""

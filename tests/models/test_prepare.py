@@ -117,7 +117,7 @@ def test_a_chosen_attention_is_that_of_sampling_and_update(tmp_path: Path) -> No
 
 
 def test_flash_attention_computes_in_16_bits_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transformers.utils.is_flash_attn_2_available", lambda: True)
+    monkeypatch.setattr("transformers.utils.import_utils.is_flash_attn_2_available", lambda: True)
     model: ModelConfig = make(tmp_path).model_copy(update={"attention": "flash_attention_2"})
     with pytest.raises(ConfigError, match=r"model\.attention: .*16 bits alone, and model\.dtype=float32"):
         load_model(model, "cpu")

@@ -113,7 +113,8 @@ class HFLoop:
                 **extra,
             )
         self._cache = output.past_key_values
-        return output.logits[:, -1]
+        logits: torch.Tensor = output.logits[:, -1]
+        return logits
 
     @contextmanager
     def using_adapter(self) -> Iterator[None]:
@@ -173,5 +174,7 @@ class WholeRows(HFLoop):
         last = dict.fromkeys(self._last_only, width - least + 1)
         device = next(self.model.parameters()).device
         with self.using_adapter():
-            logits = self.model(input_ids=ids.to(device), use_cache=False, return_dict=True, **last).logits
+            logits: torch.Tensor = self.model(
+                input_ids=ids.to(device), use_cache=False, return_dict=True, **last
+            ).logits
         return logits[torch.arange(len(lengths)), (lengths - 1 - (width - logits.shape[1])).to(device)]

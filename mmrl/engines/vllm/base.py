@@ -308,6 +308,7 @@ def probe_logprobs(model: PreTrainedModel, ids: Sequence[int], adapter: str | No
             device = next(model.parameters()).device
             tokens = torch.tensor([list(ids)], device=device)
             scores = model(input_ids=tokens).logits[0, :-1].float().log_softmax(dim=-1)
-        return scores.gather(1, tokens[0, 1:, None]).squeeze(1).tolist()
+        found: list[float] = scores.gather(1, tokens[0, 1:, None]).squeeze(1).tolist()
+        return found
     finally:
         loop.stop()

@@ -404,7 +404,8 @@ def _arrow(path: Path) -> Iterator[Row]:
 def _values(batch: Any) -> Iterable[Any]:
     """Return the rows of a batch of a table; where one cannot be read, those before it come first."""
     try:
-        return batch.to_pylist()
+        rows: list[Any] = batch.to_pylist()
+        return rows
     except (ValueError, OverflowError):
         return (values for number in range(len(batch)) for values in batch.slice(number, 1).to_pylist())
 

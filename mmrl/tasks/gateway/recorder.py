@@ -173,7 +173,8 @@ class Recorder:
             )
         except ParseFailure as failure:
             # The agent reads what the model wrote; where it fails over that, the model is to blame.
-            return failure.reply
+            unread: Reply = failure.reply
+            return unread
 
 
 def reply_id(context: Sequence[int], number: int) -> str:
