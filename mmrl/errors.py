@@ -18,9 +18,11 @@ import difflib
 import errno
 import os
 import re
+import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 
@@ -248,10 +250,10 @@ _TORCH_CANNOT_WRITE = {
     **{f"strerror: {os.strerror(number)}": number for number in (*_ROOM, *_PLACE)},
     # Another process of the run has failed first, and removed the folder.
     "Parent directory": errno.ENOENT,
-    # Without a reason: nearly always the disk is full.
-    **dict.fromkeys(("PytorchStreamWriter", "iostream", "unexpected pos"), errno.ENOSPC),
 }
 """Messages of `torch.save` -> errors of the system."""
+_TORCH_SAYS_NO_REASON = ("PytorchStreamWriter", "iostream", "unexpected pos")
+"""Words of messages of `torch.save` about a write that failed."""
 
 
 def storage_error(error: Exception, path: object = None) -> StorageError | None:
@@ -270,11 +272,20 @@ def storage_error(error: Exception, path: object = None) -> StorageError | None:
     elif isinstance(error, RuntimeError):
         number = next((number for words, number in _TORCH_CANNOT_WRITE.items() if words in str(error)), 0)
         reason = os.strerror(number)
+        if not number and file is not None and any(words in str(error) for words in _TORCH_SAYS_NO_REASON):
+            free = _free(Path(str(file)))
+            number = errno.ENOSPC if free < 1e9 else errno.EIO  # a checkpoint that did not fit leaves some room
+            reason = f"PyTorch could not write it, with {free / 1e9:.2f} GB free on its disk"
     # A full or failing disk always counts; other errors only if they name a file (a pipe or socket has none).
     if number not in _ROOM + _PLACE or (file is None and number not in (errno.ENOSPC, errno.EDQUOT, errno.EIO)):
         return None
     remedy = "free some space there" if number in _ROOM else "see that a file can be read and written there"
     return StorageError(f"{'the output' if file is None else file}: {reason}; {remedy}, and run it again")
+
+
+def _free(path: Path) -> int:
+    """Return the free bytes of the disk of a path, which need not exist."""
+    return shutil.disk_usage(next(parent for parent in (path, *path.absolute().parents) if parent.exists())).free
 
 
 @contextmanager

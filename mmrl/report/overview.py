@@ -41,10 +41,10 @@ Item: TypeAlias = JsonObject
 
 @contextmanager
 def damage_named(path: Path | str) -> Iterator[None]:
-    """Report an error that the files of a run directory cause as damage of the run at `path`, in one line.
+    """Report in one line, with its place, that a run at `path` cannot be shown.
 
     The files' own readers name file and line. This is for what only shows when values meet: a number that is too large
-    to draw, a name in one file that another one lacks.
+    to draw, a name in one file that another one lacks. Faults of mmrl's own look the same from here, so both are named.
 
     Raises:
         CheckpointError: instead of an error of Python's.
@@ -57,8 +57,8 @@ def damage_named(path: Path | str) -> Iterator[None]:
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         raise CheckpointError(
-            f"{path}: a file in it is damaged, so that this cannot be shown ({type(error).__name__}: "
-            f"{str(error)[:200]}; {Path(where.filename).name} line {where.lineno})"
+            f"{path}: cannot be shown ({type(error).__name__}: {str(error)[:200]}; {Path(where.filename).name} line "
+            f"{where.lineno}): its files do not fit together, or this is a fault of mmrl: please report it"
         ) from error
 
 

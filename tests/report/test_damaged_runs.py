@@ -49,4 +49,4 @@ def test_what_only_the_pages_template_notices_is_one_line(tmp_path, errors_of):
     run = fake_run(tmp_path / "run", steps=1)
     run.write_summary({"name": "x", "facts": "t"})
     (line,) = errors_of("report", str(run.path)).splitlines()
-    assert line.startswith(f"error: {run.path}: a file in it is damaged, so that this cannot be shown (")
+    assert line.startswith(f"error: {run.path}: cannot be shown (")

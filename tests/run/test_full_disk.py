@@ -2,7 +2,9 @@
 
 import errno
 import os
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -65,7 +67,10 @@ FULL = "No space left on device; free some space"
 @pytest.mark.parametrize(
     ("error", "says"),
     [
-        (RuntimeError("[enforce fail at inline_container.cc:664] . PytorchStreamWriter failed writing file 3"), FULL),
+        (
+            RuntimeError("[enforce fail at inline_container.cc:664] . PytorchStreamWriter failed writing file 3"),
+            r"PyTorch could not write it, with \d+\.\d\d GB free on its disk; see that a file",
+        ),
         (RuntimeError("open file failed with strerror: Read-only file system"), "Read-only file system; see that a"),
         (SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"), FULL),
         (Exception("No space left on device (os error 28)"), FULL),  # tokenizers
@@ -73,9 +78,18 @@ FULL = "No space left on device; free some space"
     ],
 )
 def test_what_libraries_say_of_a_disk_is_understood(error, says, tmp_path):
-    assert f"{tmp_path}/checkpoint-4: {says}" in str(checkpoint._refused(error, tmp_path / "checkpoint-4"))
+    assert re.search(f"/checkpoint-4: {says}", str(checkpoint._refused(error, tmp_path / "checkpoint-4")))
     with pytest.raises(StorageError, match=says), storage(tmp_path):
         raise error
+
+
+def test_a_disk_without_room_is_asked_where_torch_gives_no_reason(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=0))
+    with (
+        pytest.raises(StorageError, match=r"with 0\.00 GB free on its disk; free some space"),
+        storage(tmp_path / "run"),
+    ):
+        raise RuntimeError("unexpected pos 64 vs 0")
 
 
 def test_a_folder_that_is_gone_is_understood_and_what_is_no_matter_of_files_stays(tmp_path):
