@@ -73,7 +73,8 @@ def examine_model(config: TrainCommandConfig, *, as_json: bool) -> None:
 def _examined(config: TrainCommandConfig) -> Examined:
     from mmrl.engines.base import EngineSetup
     from mmrl.engines.embedded.architecture import unsupported
-    from mmrl.engines.embedded.transformers_engine import WORDS, TransformersEngine
+    from mmrl.engines.embedded.row_decoder import WORDS
+    from mmrl.engines.embedded.transformers_engine import TransformersEngine
     from mmrl.models.adapter import targets_of
     from mmrl.models.load import load_model, load_tokenizer
     from mmrl.models.template_facts import template_facts

@@ -39,21 +39,35 @@ from mmrl.trainer.critic import ADAPTER, FILE, Critic
 from mmrl.trainer.sharding import local
 
 if TYPE_CHECKING:
-    from mmrl.trainer.trl_trainer import MmrlTrainer
+    from transformers import Trainer
+
+    from mmrl.config import TrainConfig
 
 _LEFTOVER = re.compile(r"\.(writing|removing)-checkpoint-\d+")
 _PICKLED = re.compile(r"(optimizer|scheduler|scaler)\.pt|rng_state(_\d+)?\.pth")
 _ASIDE = ".damaged-"
 
 
-def save(trainer: MmrlTrainer, step: int) -> None:
-    """Write `checkpoint-<step>` in the trainer's folder; every process takes part, the main one writes.
+def save(
+    trainer: Trainer,
+    folder: Path,
+    step: int,
+    *,
+    train: TrainConfig,
+    critic: Critic | None,
+    write_state: Callable[[str], None],
+    extra: Callable[[int], Mapping[str, object]],
+) -> None:
+    """Write `checkpoint-<step>` into a folder of checkpoints; every process takes part, the main one writes.
+
+    Args:
+        write_state: writes what the trainer has (weights, optimizer, scheduler, random states) into a folder.
+        extra: given the step, the content of `extra.json`.
 
     Raises:
         StorageError: the disk refuses; what was saved before is whole.
         MmrlError: a weight is not finite; what was saved before is whole.
     """
-    folder, critic, train = trainer.folder, trainer.critic, trainer.settings.train
     _require_finite(trainer, critic, step)
     accelerator, main = trainer.accelerator, trainer.accelerator.is_main_process
     temporary = begin(folder, step) if main else temporary_folder(folder, step)
@@ -61,17 +75,14 @@ def save(trainer: MmrlTrainer, step: int) -> None:
         # The folder is there before anyone writes into it, and every process has written before it gets its name.
         accelerator.wait_for_everyone()
         with _no_progress_bars():
-            trainer.save_model(str(temporary), _internal_call=True)
+            write_state(str(temporary))
         critic_state = critic.state() if critic is not None else None
         if critic_state is not None and main:
             # peft saved it as one more adapter of the policy, which it is not.
             shutil.rmtree(temporary / ADAPTER, ignore_errors=True)
             save_file(critic_state, temporary / FILE)
-        trainer._save_optimizer_and_scheduler(str(temporary))
-        trainer._save_scaler(str(temporary))
-        trainer._save_rng_state(str(temporary))
         accelerator.wait_for_everyone()
-        record = trainer.extra(step)  # on all processes, which have a part of it each
+        record = extra(step)  # on all processes, which have a part of it each
         if main:
             trainer.state.save_to_json(str(temporary / "trainer_state.json"))
             # peft's form of a card, which nobody has filled in; an export has one.
@@ -84,7 +95,7 @@ def save(trainer: MmrlTrainer, step: int) -> None:
     accelerator.wait_for_everyone()
 
 
-def _require_finite(trainer: MmrlTrainer, critic: Critic | None, step: int) -> None:
+def _require_finite(trainer: Trainer, critic: Critic | None, step: int) -> None:
     # A run can go on from no such weights, and saving them would push out the checkpoints before.
     model = cast("torch.nn.Module", trainer.model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -25,13 +25,15 @@ from mmrl.trainer.tree_attention import last_parts
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, Trainer
 
-    from mmrl.trainer.trl_trainer import MmrlTrainer
+    from mmrl.trainer.adapters import Adapters
+    from mmrl.trainer.critic import Critic
+    from mmrl.trainer.settings import Settings
 
 
 class Forwards:
-    """Forwards of packs through the models of the trainer.
+    """Forwards of packs through the models of a trainer.
 
     Args:
         trainer: its models are read anew at each forward, since it wraps and prepares them when training starts.
@@ -40,9 +42,19 @@ class Forwards:
         most: tokens of a pack that would otherwise repeat more than it adds.
     """
 
-    def __init__(self, trainer: MmrlTrainer, *, tries: bool, budget: int, max_tokens: int):
-        self.trainer, self.tries, self.budget, self.max_tokens = trainer, tries, budget, max_tokens
-        self.settings, self.critic, self.adapters = trainer.settings, trainer.critic, trainer.adapters
+    def __init__(
+        self,
+        trainer: Trainer,
+        settings: Settings,
+        critic: Critic | None,
+        adapters: Adapters | None,
+        *,
+        tries: bool,
+        budget: int,
+        max_tokens: int,
+    ):
+        self.trainer, self.settings, self.critic, self.adapters = trainer, settings, critic, adapters
+        self.tries, self.budget, self.max_tokens = tries, budget, max_tokens
         self.ref_model: torch.nn.Module | None = None
 
     def set_reference(self, model: torch.nn.Module) -> None:

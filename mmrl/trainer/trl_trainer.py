@@ -150,7 +150,9 @@ class MmrlTrainer(GRPOTrainer):
         self.remove_callback(PrinterCallback)
         self.totals, self.batch_metrics = StepTotals((), self.args.device), dict[str, float]()
         self.sharded = sharding.is_sharded(self.accelerator)
-        self.forwards = Forwards(self, tries=tries, budget=budget, max_tokens=max_tokens)
+        self.forwards = Forwards(
+            self, settings, self.critic, adapters, tries=tries, budget=budget, max_tokens=max_tokens
+        )
         self._prepare_models(reference)
         # Weights that processes will share are whole here too, but may not fit on one device.
         checked = self.unchecked and not sharding.shares_weights(self.accelerator)
@@ -379,7 +381,21 @@ class MmrlTrainer(GRPOTrainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if self.state.global_step % self.settings.updates:
             raise CheckpointError("a checkpoint can only be saved between steps")
-        checkpoint.save(self, self.steps_done)
+        checkpoint.save(
+            self,
+            self.folder,
+            self.steps_done,
+            train=self.settings.train,
+            critic=self.critic,
+            write_state=self._write_state,
+            extra=self.extra,
+        )
+
+    def _write_state(self, folder: str) -> None:
+        self.save_model(folder, _internal_call=True)
+        self._save_optimizer_and_scheduler(folder)
+        self._save_scaler(folder)
+        self._save_rng_state(folder)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         if state_dict is not None and self.sharded:

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import pytest
 
 from mmrl.engines.base import Completion, Request, Sampling
-from mmrl.engines.embedded.batcher import Batcher, PendingRequest
+from mmrl.engines.embedded.batcher import Batcher
+from mmrl.engines.embedded.pending import PendingRequest
 from mmrl.errors import EngineFailure
 
 

@@ -18,33 +18,22 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mmrl.engines.base import Completion, Engine, Request
-from mmrl.errors import EngineFailure, RolloutError
+from mmrl.engines.embedded.pending import PendingRequest
+from mmrl.errors import EngineFailure
 from mmrl.system.user_code import carried
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mmrl.engines.embedded.transformers_engine import RowDecoder
+    from mmrl.engines.embedded.row_decoder import RowDecoder
 
 SETTLE_ROUNDS = 8
 """Turns of the event loop without a new request after which all programs are taken to be waiting."""
 YIELD_S = 0.02
 """Longest time for which a deterministic decode holds up the event loop and its timers (tools, timeouts)."""
-
-
-@dataclass(slots=True, eq=False)
-class PendingRequest:
-    """Request from its arrival to its outcome."""
-
-    request: Request
-    future: asyncio.Future[Completion]
-    sort_key: tuple[tuple[int, int | str], ...]
-    outcome: Completion | RolloutError | None = None
-    """Set by the decoder when the job is done."""
 
 
 class Batcher(Engine):
