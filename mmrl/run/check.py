@@ -33,7 +33,7 @@ from mmrl.models.policy import Policy, resolve
 from mmrl.report.rundir import refuse_full
 from mmrl.report.trackers import missing_trackers
 from mmrl.run.build import build_task, reward_set, separate_teachers, teacher_policy, teacher_prompts
-from mmrl.run.launch import hardware_problems, missing_packages, push_problems, replica_problems
+from mmrl.run.launch import hardware_problems, missing_packages, replica_problems
 from mmrl.run.settle import module_assignment
 from mmrl.stages.information_gain import gold_problems
 from mmrl.system.conf import GROUPS, set_by
@@ -193,7 +193,6 @@ def _rl_problems(config: TrainCommandConfig, task: Task) -> list[str]:
     modules, critic = config.model.modules is not None, getattr(config.algo, "critic", None)
     problems = hardware_problems(config.hardware, engine_name(config), modules, critic)
     problems += replica_problems(config.hardware, getattr(config.engine, "replicas", 1))
-    problems += push_problems(config.hardware, config.engine, adapters=config.model.lora is not None)
     problems += Settings(train=config.train, algo=config.algo, model=config.model, seed=config.seed).problems()
     problems += algorithm_problems(config.algo, task.program.modules, task.reward_sets) + negative_rewards(config, task)
     problems += module_assignment(config, task.program.modules).problems()

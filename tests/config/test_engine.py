@@ -12,8 +12,7 @@ from mmrl.cli.configs import configured
 from mmrl.config import EngineConfig
 from mmrl.config.engines import TransformersConfig, VllmServerConfig
 from mmrl.config.rules import without_effect
-from mmrl.run.launch import push_problems, replica_problems
-from mmrl.system.conf import later_wins
+from mmrl.run.launch import replica_problems
 
 
 def test_what_starts_a_server_has_no_effect_on_a_given_one() -> None:
@@ -52,31 +51,6 @@ def test_servers_share_the_gpus_equally() -> None:
     config = configured(words)
     (problem,) = replica_problems(config.hardware, config.engine.replicas)
     assert problem == "engine.replicas: got 3, expected a divisor of 4, the GPUs that serve"
-
-
-@pytest.mark.parametrize(
-    ("words", "adapters", "problem"),
-    [
-        (["hardware=h100x8"], False, "got nccl with servers on the GPUs that train; expected disk, or hardware."),
-        (["hardware=h100x8", "engine.push=disk"], False, None),
-        (["hardware=h100x8_split"], False, None),
-        (["hardware=h100x8_split"], True, "got nccl with an adapter (model.lora), which goes through disk"),
-        (["hardware=h100x8", "engine.urls=[http://a:1]"], False, "got nccl, which needs vLLM beside the trainer too"),
-    ],
-    ids=["the GPUs that train", "disk", "GPUs of their own", "an adapter", "vLLM elsewhere alone"],
-)
-def test_weights_go_from_gpu_to_gpu_where_they_can(
-    words: list[str], adapters: bool, problem: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    config = configured(["engine=vllm_server", *later_wins(["engine.push=nccl", *words])])
-    problems = push_problems(config.hardware, config.engine, adapters)
-    assert [text.partition(": ")[0] for text in problems] == ["engine.push"] * (problem is not None)
-    assert not problem or problem in problems[0]
-    nccl = VllmServerConfig(urls=("http://a:1",), push="nccl")
-    assert engines.problems(nccl, "vllm_server", training=True, device="cpu") == [
-        "engine.push: got nccl, which is for GPUs; with device cpu, expected disk"
-    ]
 
 
 def test_an_unknown_engine_of_a_profile() -> None:

@@ -47,8 +47,6 @@ def vllm_problems(config: VllmConfig, device: str = "auto", rank: int = 0) -> li
     problems = _unstartable(config)
     if getattr(config, "sleep", None) and device == "cpu":
         problems.append("engine.sleep: got true, vLLM has no sleep mode on a CPU; leave it out")
-    if getattr(config, "push", "disk") == "nccl" and device == "cpu":
-        problems.append("engine.push: got nccl, which is for GPUs; with device cpu, expected disk")
     if rank > RANKS[-1]:
         problems.append(f"model.lora.r: got {rank}, vLLM serves at most {RANKS[-1]}")
     return problems
@@ -151,8 +149,6 @@ def server_arguments(
     arguments = engine_arguments(config, setup, path, mode, adapters, rank)
     if setup.device != "cpu" and len(setup.devices) > 1:
         arguments += ["--data-parallel-size", str(len(setup.devices))]
-    if getattr(config, "push", "disk") == "nccl":
-        arguments += ["--weight-transfer-config", '{"backend": "nccl"}']
     return [*arguments, "--served-model-name", BASE, "--disable-uvicorn-access-log", *config.args]
 
 
