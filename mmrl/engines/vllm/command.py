@@ -30,10 +30,12 @@ BASE = "base"
 """Served name of the weights that the server was started with."""
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """LoRA ranks that vLLM can be built for; the next larger one serves."""
-UNREAD = ("rank_pattern", "alpha_pattern", "lora_bias", "use_dora", "modules_to_save", "trainable_token_indices")
-UNREAD += ("alora_invocation_tokens", "layer_replication", "use_qalora", "use_bdlora", "arrow_config", "kasa_config")
+UNREAD = (
+    *("rank_pattern", "alpha_pattern", "lora_bias", "use_dora", "modules_to_save", "trainable_token_indices"),
+    *("alora_invocation_tokens", "layer_replication", "use_qalora", "use_bdlora", "arrow_config", "kasa_config"),
+)
 """Keys of peft's `adapter_config.json` that change what an adapter computes; vLLM 0.31 passes over most of them."""
-OTHER_BASE = ("pissa", "corda", "olora", "mica", "loftq", "lora_ga")
+OTHER_BASE = ("pissa", "corda", "olora", "loftq")
 """Beginnings (`init_lora_weights`) by which peft changes the base weights too, when it loads the adapter."""
 RESERVED = ("--host", "--port", "--uds", "--config", "--api-key", "--root-path", "--middleware")
 """Arguments that would say who may reach the server."""
