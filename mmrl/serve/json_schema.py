@@ -14,8 +14,8 @@ from jsonschema.validators import extend, validator_for
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 
-MATCH_S = 0.2
-"""Longest search for a pattern in one text: some patterns need time that is exponential in its length."""
+MATCH_S = 1.0
+"""Longest search for a pattern, in computing time of the whole process: some need time exponential in the text."""
 PATTERNS = FormatChecker(())
 PATTERNS.checks("regex", raises=regex.error)(regex.compile)
 
