@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 STEPS = "rollouts of several servers are measured, not foretold: train a few steps and read its `time/` metrics"
+PUSH = "full weights reach vLLM's servers through disk, adapters too; leave it out"
 GONE = {
+    **{(command, "engine.push"): PUSH for command in ("train", "eval", "compare", "serve", "plan", "doctor")},
     ("plan", "replicas"): STEPS,
     ("plan", "token_ms"): STEPS,
     ("index", "info"): "the folder's index.json has all of it",

@@ -83,9 +83,6 @@ class VllmServerConfig(VllmConfig):
     python: str | None = Field(None, description="interpreter that has vLLM; null: the one that runs mmrl")
     start_timeout_s: float = Field(900.0, gt=0, description="seconds until the server is healthy")
     restarts: int = Field(2, ge=0, description="starts of each server that died, per policy version")
-    push: Literal["disk", "nccl"] = Field(
-        "disk", description="how full weights reach the servers; nccl: from the trainer's GPU to theirs, by vLLM"
-    )
     sync_timeout_s: float = Field(300.0, gt=0, description="limit of one push of new weights")
 
 

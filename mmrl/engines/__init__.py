@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
@@ -54,7 +54,14 @@ def build_engine(
 
 
 def problems(
-    config: EngineConfig, name: str, *, training: bool, copied: bool = False, device: str = "auto", rank: int = 0
+    config: EngineConfig,
+    name: str,
+    *,
+    training: bool,
+    copied: bool = False,
+    device: str = "auto",
+    rank: int = 0,
+    adapters: Collection[str] = (),
 ) -> list[str]:
     """Return problems of `engine.*` for engine `name`, one sentence each; loads nothing.
 
@@ -64,6 +71,7 @@ def problems(
         copied: some modules use a copy of the initial weights beside the trained ones.
         device: `hardware.device`.
         rank: of the LoRA adapters that are trained; 0: none.
+        adapters: folders of the LoRA adapters that are served.
     """
     if name not in ENGINES:
         return [unknown("hardware.engine" if config.name == "auto" else "engine.name", name, ENGINES)]
@@ -83,7 +91,8 @@ def problems(
         from mmrl.engines.vllm.command import vllm_problems
         from mmrl.engines.vllm.router import router_problems
 
-        sentences += vllm_problems(vllm.model_copy(update={"name": name}), device, rank) + router_problems(vllm)
+        sentences += vllm_problems(vllm.model_copy(update={"name": name}), device, rank, adapters)
+        sentences += router_problems(vllm)
     return sentences
 
 

@@ -23,7 +23,6 @@ from mmrl.report.journal import read_step
 from mmrl.report.overview import Item, Overview, damage_named
 from mmrl.report.rundir import RunDir
 from mmrl.report.stats import (
-    WINDOW,
     compare_items,
     counted,
     duration,
@@ -97,7 +96,8 @@ def _curve_text(overview: Overview) -> str:
     first, last, best = (short(overview.curve[key]) for key in ("first", "last", "best"))
     ascii_only = not (sys.stdout.encoding or "").lower().startswith("utf")
     curve = sparkline(values.tolist(), 60, ascii_only=ascii_only)
-    return f"training {name}  {first} → {last} (best {best}, means of {WINDOW} steps)\n  {curve}"
+    means = f", means of {overview.window} steps" if overview.window else ""
+    return f"training {name}  {first} → {last} (best {best}{means})\n  {curve}"
 
 
 def alarm_text(alarms: Sequence[Alarm], width: int = 100) -> str:

@@ -25,7 +25,7 @@ from mmrl.report.charts import DARK_CSS, evaluation_curve, lines_over_steps, rew
 from mmrl.report.items import item_rows, run_facts, score_rows
 from mmrl.report.overview import Overview, damage_named
 from mmrl.report.rundir import RunDir
-from mmrl.report.stats import ROUNDING, WINDOW, History, duration, fixed, learning, module_facts, series, signed
+from mmrl.report.stats import ROUNDING, History, duration, fixed, learning, module_facts, series, signed
 from mmrl.report.tables import before_after_rows, interval, module_rows
 from mmrl.report.text import clean
 from mmrl.report.trees import read_tokenizer
@@ -84,7 +84,7 @@ def write_report(overview: Overview) -> Path:
         evaluations=overview.evaluations,
         scores=list(_scores(overview)) if overview.evaluates else [],
         curves=curves,
-        window=WINDOW if len(training) > WINDOW else 0,
+        window=overview.window,
         module_curves=module_curves,
         modules=module_rows(training, module_facts(training)) if overview.modules else [],
         health=health,

@@ -161,12 +161,17 @@ class Overview:
         return total
 
     @property
+    def window(self) -> int:
+        """Steps that each mean of reward (or loss) is over; 0 where there are no more, and single values are shown."""
+        return WINDOW if len(learning(self.training)[2]) > WINDOW else 0
+
+    @property
     def curve(self) -> dict[str, float]:
-        """Values of the drawn mean of reward (or loss): the first, the last and the best; {} before a step."""
+        """Values of the drawn curve of reward (or loss): the first, the last and the best; {} before a step."""
         name, _, values = learning(self.training)
         if not len(values):
             return {}
-        means = trailing_mean(values, WINDOW)
+        means = trailing_mean(values, self.window or 1)
         return {"first": means[0], "last": means[-1], "best": (max if name == "reward" else min)(means)}
 
     @cached_property

@@ -33,7 +33,7 @@ from mmrl.models.policy import Policy, resolve
 from mmrl.report.rundir import refuse_full
 from mmrl.report.trackers import missing_trackers
 from mmrl.run.build import build_task, reward_set, separate_teachers, teacher_policy, teacher_prompts
-from mmrl.run.launch import hardware_problems, missing_packages, push_problems, replica_problems
+from mmrl.run.launch import hardware_problems, missing_packages, replica_problems
 from mmrl.run.settle import module_assignment
 from mmrl.stages.information_gain import gold_problems
 from mmrl.system.conf import GROUPS, set_by
@@ -142,10 +142,14 @@ def _prompt_problems(config: PromptCommandConfig, task: Task) -> list[str]:
     return problems + prompt_problems(config, task)
 
 
-def engine_problems(config: RootConfig, *, training: bool = False, copied: bool = False, rank: int = 0) -> list[str]:
-    """Return the problems of the engine that samples, and of its settings."""
+def engine_problems(
+    config: RootConfig, *, training: bool = False, copied: bool = False, rank: int = 0, adapters: Collection[str] = ()
+) -> list[str]:
+    """Return the problems of the engine that samples, and of its settings; see `engines.problems`."""
     name, device = engine_name(config), config.hardware.device
-    return engines.problems(config.engine, name, training=training, copied=copied, device=device, rank=rank)
+    return engines.problems(
+        config.engine, name, training=training, copied=copied, device=device, rank=rank, adapters=adapters
+    )
 
 
 def _supervised_problems(config: SftCommandConfig, task: Task) -> list[str]:
@@ -161,7 +165,9 @@ def _supervised_problems(config: SftCommandConfig, task: Task) -> list[str]:
 def _evaluation_problems(config: EvalCommandConfig, task: Task) -> list[str]:
     policy, modules = served(config), task.program.modules
     # A policy from a run with algo.frozen_serving has two sets of full weights.
-    problems = process_problems(config) + engine_problems(config, copied=policy.initial is not None)
+    adapters = policy.folders.values()
+    problems = process_problems(config)
+    problems += engine_problems(config, copied=policy.initial is not None, adapters=adapters)
     problems += replica_problems(config.hardware, getattr(config.engine, "replicas", 1))
     problems += split_problems(config.task, task, config.split, "split")
     if policy.modules is not None and (without := [name for name in modules if name not in policy.modules]):
@@ -193,7 +199,6 @@ def _rl_problems(config: TrainCommandConfig, task: Task) -> list[str]:
     modules, critic = config.model.modules is not None, getattr(config.algo, "critic", None)
     problems = hardware_problems(config.hardware, engine_name(config), modules, critic)
     problems += replica_problems(config.hardware, getattr(config.engine, "replicas", 1))
-    problems += push_problems(config.hardware, config.engine, adapters=config.model.lora is not None)
     problems += Settings(train=config.train, algo=config.algo, model=config.model, seed=config.seed).problems()
     problems += algorithm_problems(config.algo, task.program.modules, task.reward_sets) + negative_rewards(config, task)
     problems += module_assignment(config, task.program.modules).problems()

@@ -19,7 +19,6 @@ from contextlib import contextmanager
 import psutil
 
 from mmrl.config import HardwareConfig
-from mmrl.config.engines import EngineConfig
 from mmrl.errors import ENDED, ConfigError, ProcessLost
 from mmrl.system.child_process import end_with_parent, free_port
 from mmrl.system.files import JsonObject
@@ -211,23 +210,6 @@ def replica_problems(hardware: HardwareConfig, replicas: int) -> list[str]:
     if hardware.device == "cpu" or hardware.ray is not None or devices == 1 or not devices % replicas:
         return []
     return [f"engine.replicas: got {replicas}, expected a divisor of {devices}, the GPUs that serve"]
-
-
-def push_problems(hardware: HardwareConfig, engine: EngineConfig, adapters: bool) -> list[str]:
-    """Return why weights cannot go from GPU to GPU (`engine.push=nccl`); of a CPU the engine says it."""
-    if getattr(engine, "push", "disk") == "disk" or hardware.device == "cpu":
-        return []
-    if adapters:
-        return ["engine.push: got nccl with an adapter (model.lora), which goes through disk; expected disk"]
-    # NCCL takes one process for each GPU.
-    if not (engine.servers or hardware.rollout_devices or hardware.ray is not None):
-        return [
-            "engine.push: got nccl with servers on the GPUs that train; expected disk, or hardware.rollout_devices=N"
-        ]
-    # Without a server of another interpreter the engine says the same.
-    if (engine.servers or getattr(engine, "python", None)) and importlib.util.find_spec("vllm") is None:
-        return [f"engine.push: got nccl, which needs vLLM beside the trainer too; {sys.executable} does not have it"]
-    return []
 
 
 def hardware_problems(hardware: HardwareConfig, engine: str, modules: bool, critic: str | None = None) -> list[str]:

@@ -123,7 +123,7 @@ def _checked(config: EvalCommandConfig, user_keys: Collection[str]) -> Policy:
         # All mistakes are reported together, not one per start.
         raise ConfigError([*problems, *error.problems]) from None
     if name != "openai":
-        problems += engine_problems(config, copied=policy.initial is not None)
+        problems += engine_problems(config, copied=policy.initial is not None, adapters=policy.folders.values())
     refuse(problems)
     return policy
 

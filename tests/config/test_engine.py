@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from peft import LoraConfig, PromptTuningConfig
 
 from mmrl import engines
 from mmrl.cli.configs import configured
 from mmrl.config import EngineConfig
 from mmrl.config.engines import TransformersConfig, VllmServerConfig
 from mmrl.config.rules import without_effect
-from mmrl.run.launch import push_problems, replica_problems
-from mmrl.system.conf import later_wins
+from mmrl.engines.vllm.command import vllm_problems
+from mmrl.run.launch import replica_problems
+from tests.helpers.lines import refused
 
 
 def test_what_starts_a_server_has_no_effect_on_a_given_one() -> None:
@@ -54,31 +57,6 @@ def test_servers_share_the_gpus_equally() -> None:
     assert problem == "engine.replicas: got 3, expected a divisor of 4, the GPUs that serve"
 
 
-@pytest.mark.parametrize(
-    ("words", "adapters", "problem"),
-    [
-        (["hardware=h100x8"], False, "got nccl with servers on the GPUs that train; expected disk, or hardware."),
-        (["hardware=h100x8", "engine.push=disk"], False, None),
-        (["hardware=h100x8_split"], False, None),
-        (["hardware=h100x8_split"], True, "got nccl with an adapter (model.lora), which goes through disk"),
-        (["hardware=h100x8", "engine.urls=[http://a:1]"], False, "got nccl, which needs vLLM beside the trainer too"),
-    ],
-    ids=["the GPUs that train", "disk", "GPUs of their own", "an adapter", "vLLM elsewhere alone"],
-)
-def test_weights_go_from_gpu_to_gpu_where_they_can(
-    words: list[str], adapters: bool, problem: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    config = configured(["engine=vllm_server", *later_wins(["engine.push=nccl", *words])])
-    problems = push_problems(config.hardware, config.engine, adapters)
-    assert [text.partition(": ")[0] for text in problems] == ["engine.push"] * (problem is not None)
-    assert not problem or problem in problems[0]
-    nccl = VllmServerConfig(urls=("http://a:1",), push="nccl")
-    assert engines.problems(nccl, "vllm_server", training=True, device="cpu") == [
-        "engine.push: got nccl, which is for GPUs; with device cpu, expected disk"
-    ]
-
-
 def test_an_unknown_engine_of_a_profile() -> None:
     (problem,) = engines.problems(EngineConfig(), "vlm_server", training=True)
     assert "did you mean 'vllm_server'" in problem
@@ -92,3 +70,35 @@ def test_an_interpreter_without_vllm_and_a_rank_that_it_cannot_serve_are_refused
     assert found[0] == f"engine.python: got '{python}', which cannot find vLLM; expected an interpreter that has it"
     assert found[1:] == ["model.lora.r: got 513, vLLM serves at most 512"]
     assert engines.problems(TransformersConfig(), "transformers", training=True, rank=513) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, None),
+        ({"use_rslora": True, "layers_to_transform": [1], "init_lora_weights": "orthogonal"}, None),
+        ({"rank_pattern": {"q_proj": 3}, "alpha_pattern": {"q_proj": 4}}, "rank_pattern, alpha_pattern"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"alora_invocation_tokens": [3]}, "alora_invocation_tokens"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights=pissa_niter_4"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights=olora"),
+        ({"use_dora": True}, "use_dora"),
+        ({"bias": "all"}, "bias=all"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"r": 513}, "r=513 (at most 512)"),
+    ],
+)
+def test_an_adapter_that_vllm_would_misread_is_refused_before_anything_loads(
+    settings: dict[str, Any], said: str | None, tmp_path: Path
+) -> None:
+    LoraConfig(base_model_name_or_path="tiny", target_modules=["q_proj"], **settings).save_pretrained(str(tmp_path))
+    refusal = f"policy: the adapter {tmp_path} has {said}, which vLLM does not serve; use engine=transformers"
+    for engine, expected in (("vllm_server", [refusal] if said else []), ("transformers", [])):
+        words = [f"policy={tmp_path}", f"engine={engine}", *["engine.urls=[http://a:1]"] * (engine == "vllm_server")]
+        assert refused(*words, command="eval") == expected
+
+
+def test_an_adapter_of_another_kind_is_refused(tmp_path: Path) -> None:
+    PromptTuningConfig(base_model_name_or_path="tiny", num_virtual_tokens=4).save_pretrained(str(tmp_path))
+    (problem,) = vllm_problems(VllmServerConfig(urls=("http://a:1",)), adapters=[str(tmp_path)])
+    assert "has peft_type=PROMPT_TUNING, which vLLM does not serve" in problem

@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from mmrl.engines import Completion, EngineSetup, Request, Sampling
 from mmrl.engines.vllm.server import VllmServerEngine
 from mmrl.errors import EngineFailure, SyncFailure
 from mmrl.models.load import load_model
-from mmrl.system.http_client import HttpFailure
 from tests.engines.test_server import TINY, engine_of, fake, probe_reply, reply
 from tests.helpers.fake_vllm import fake_vllm
 from tests.helpers.servers import Scripted, ScriptedServer, Seen, serving
@@ -120,41 +118,6 @@ def test_a_server_that_ends_too_often_stays_out_and_the_others_go_on(
             asyncio.run(ask(engine, sessions=8))
         with pytest.raises(SyncFailure, match=r"ended again after engine\.restarts=0 starts"):
             engine.set_version(2)
-
-
-class FakeTransfer:
-    """Notes what `engine.push=nccl` would send, and where to."""
-
-    def __init__(self) -> None:
-        self.sent: list[tuple[int, float]] = []
-        self.forgotten = 0
-
-    def forget(self) -> None:
-        self.forgotten += 1
-
-    def send(self, apis: list[Any], tensors: dict[str, torch.Tensor], deadline: float) -> None:
-        self.sent.append((len(apis), float(tensors["w"])))
-
-
-def test_weights_from_gpu_to_gpu_reach_a_server_that_ended_with_the_next_push(tmp_path: Path) -> None:
-    with closing(started(tmp_path, setup=EngineSetup(weights=TINY))) as engine:
-        transfer = FakeTransfer()
-        engine.model, engine._transfer = torch.nn.Identity(), transfer
-        for version in (0, 1):
-            engine.set_version(version, {"w": torch.tensor(float(version))})
-        kill(engine, 0)
-        assert engine._api.io.wait(engine._take_out_lost(HttpFailure("connection", "it has ended")))
-        assert not engine._reviving and engine.metrics() == {"engine/restarts": 0.0, "engine/servers": 1.0}
-        engine.set_version(2, {"w": torch.tensor(2.0)})
-        assert engine.metrics() == {"engine/restarts": 1.0, "engine/servers": 2.0}
-        assert transfer.sent == [(2, 0.0), (2, 1.0), (2, 2.0)] and transfer.forgotten == 1
-
-        def breaks(*_: Any) -> None:
-            raise HttpFailure("connection", "left the broadcast")
-
-        transfer.send = breaks  # type: ignore[method-assign]
-        with pytest.raises(SyncFailure, match=r"version 3 was not taken.*left the broadcast"):
-            engine.set_version(3, {"w": torch.tensor(3.0)})
 
 
 def test_servers_that_mmrl_starts_have_the_weights_of_version_0(

@@ -63,7 +63,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]
 def test_vllms_parser_reads_what_a_server_on_gpus_is_started_with(devices: tuple[int, ...], tmp_path: Path) -> None:
     """Only parsed: no GPU is here."""
     setup = replace(setup_in(tmp_path), device="cuda", devices=devices)
-    words = server_arguments(config(args=("--max-num-seqs=4",), push="nccl"), setup, str(tmp_path), "processed", 2, 9)
+    words = server_arguments(config(args=("--max-num-seqs=4",)), setup, str(tmp_path), "processed", 2, 9)
     code = (
         "import sys; from vllm.entrypoints.launchers.cli_args import make_arg_parser; "
         "from vllm.utils.argparse_utils import FlexibleArgumentParser; "
@@ -111,14 +111,6 @@ def test_a_push_changes_the_policy_and_no_stale_prefix_is_served(served: Any, to
     engine, model = served
     pushes_arrive(engine, model, tokenizer, lambda: engine._api.io.wait(engine._api.probe("base", engine.probe_ids)))
     assert len(engine._api.io.wait(engine._api.models())) == 1 + 2  # the base and two versions
-
-
-def test_a_server_says_how_many_processes_hold_its_weights(served: Any) -> None:
-    """The one part of `engine.push=nccl` that a real server on the CPU can play."""
-    pytest.importorskip("vllm")
-    from mmrl.engines.vllm.transfer import Control
-
-    assert Control([served[0]._api], time.monotonic() + 10, failed=lambda error: None).sizes == [1]
 
 
 def test_a_push_that_the_server_refuses_stops_with_its_words(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,15 @@ def test_the_overview_has_curve_evaluations_modules_and_the_way_on(run):
     assert f"mmrl show {run.path} step=40" in text
 
 
+@pytest.mark.parametrize(("steps", "means"), [(3, ")"), (5, ")"), (6, ", means of 5 steps)")])
+def test_means_are_over_as_many_steps_as_is_said(tmp_path, steps, means):
+    run = fake_run(tmp_path / "run", steps=steps)
+    rewards = [metrics(step)["reward/mean"] for step in range(1, steps + 1)]
+    last = sum(rewards[-5:]) / 5 if steps > 5 else rewards[-1]
+    (line,) = [line for line in show_run(run.path).splitlines() if line.startswith("training reward")]
+    assert f" → {last:.3f} " in line and line.endswith(means) and line.count("mean") == means.count("mean")
+
+
 def test_a_running_and_a_finished_run_say_so(tmp_path):
     run = fake_run(tmp_path / "run", steps=3)
     with RunDir.open(run.path):

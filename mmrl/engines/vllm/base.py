@@ -71,7 +71,7 @@ class VllmEngine(Engine):
     def __init__(
         self, model: nn.Module | None, tokenizer: PreTrainedTokenizerBase, config: VllmConfig, setup: EngineSetup
     ):
-        refuse(vllm_problems(config, setup.device))
+        refuse(vllm_problems(config, setup.device, 0, setup.folders.values()))
         assert setup.weights is not None and setup.folder is not None
         # A wrapper of peft passes attributes on to the model inside.
         self.model = cast("PreTrainedModel | None", model)

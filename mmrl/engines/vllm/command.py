@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import json
 import logging
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,13 @@ BASE = "base"
 """Served name of the weights that the server was started with."""
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """LoRA ranks that vLLM can be built for; the next larger one serves."""
+UNREAD = (
+    *("rank_pattern", "alpha_pattern", "lora_bias", "use_dora", "modules_to_save", "trainable_token_indices"),
+    *("alora_invocation_tokens", "layer_replication", "use_qalora", "use_bdlora", "arrow_config", "kasa_config"),
+)
+"""Keys of peft's `adapter_config.json` that change what an adapter computes; vLLM 0.31 passes over most of them."""
+OTHER_BASE = ("pissa", "corda", "olora", "loftq")
+"""Beginnings (`init_lora_weights`) by which peft changes the base weights too, when it loads the adapter."""
 RESERVED = ("--host", "--port", "--uds", "--config", "--api-key", "--root-path", "--middleware")
 """Arguments that would say who may reach the server."""
 REMOTE_CODE = "--trust-remote-code"
@@ -38,20 +46,33 @@ LOOK_S = 60.0
 """Longest wait for another interpreter to say whether it has vLLM."""
 
 
-def vllm_problems(config: VllmConfig, device: str = "auto", rank: int = 0) -> list[str]:
+def vllm_problems(config: VllmConfig, device: str = "auto", rank: int = 0, adapters: Collection[str] = ()) -> list[str]:
     """Return reasons why vLLM cannot be used as configured; known before any model loads.
 
     Args:
-        rank: of the LoRA adapters that it would serve; 0: none.
+        rank: of the LoRA adapters that are trained; 0: none.
+        adapters: folders of saved ones that it would serve.
     """
-    problems = _unstartable(config)
+    problems = [*_unstartable(config), *filter(None, map(_misread, adapters))]
     if getattr(config, "sleep", None) and device == "cpu":
         problems.append("engine.sleep: got true, vLLM has no sleep mode on a CPU; leave it out")
-    if getattr(config, "push", "disk") == "nccl" and device == "cpu":
-        problems.append("engine.push: got nccl, which is for GPUs; with device cpu, expected disk")
     if rank > RANKS[-1]:
         problems.append(f"model.lora.r: got {rank}, vLLM serves at most {RANKS[-1]}")
     return problems
+
+
+def _misread(folder: str) -> str | None:
+    """Return why vLLM cannot serve a saved LoRA adapter as peft computes it; None where it can."""
+    config = json.loads((Path(folder) / "adapter_config.json").read_text(encoding="utf-8"))
+    found = [key for key in UNREAD if config.get(key)]
+    found += [f"bias={config['bias']}"] if config.get("bias", "none") != "none" else []
+    found += [f"peft_type={config['peft_type']}"] if config.get("peft_type", "LORA") != "LORA" else []
+    start, rank = config.get("init_lora_weights"), config.get("r", 0)
+    found += [f"init_lora_weights={start}"] if str(start).lower().startswith(OTHER_BASE) else []
+    found += [f"r={rank} (at most {RANKS[-1]})"] if rank > RANKS[-1] else []
+    if not found:
+        return None
+    return f"policy: the adapter {folder} has {', '.join(found)}, which vLLM does not serve; use engine=transformers"
 
 
 def _unstartable(config: VllmConfig) -> list[str]:
@@ -151,8 +172,6 @@ def server_arguments(
     arguments = engine_arguments(config, setup, path, mode, adapters, rank)
     if setup.device != "cpu" and len(setup.devices) > 1:
         arguments += ["--data-parallel-size", str(len(setup.devices))]
-    if getattr(config, "push", "disk") == "nccl":
-        arguments += ["--weight-transfer-config", '{"backend": "nccl"}']
     return [*arguments, "--served-model-name", BASE, "--disable-uvicorn-access-log", *config.args]
 
 

@@ -7,10 +7,10 @@ weights. Requests go to the only server, or through a router to one of several; 
                         └── server 2 ──┴── adapters, full weights, probes
 
 LoRA adapters are hot-loaded under a name that is new with each version: vLLM keys its prefix cache on the adapter's
-name, so an adapter reloaded in place would be served with stale prefixes. Full weights go through disk, or from GPU to
-GPU (`transfer`). After each push every server's log-probabilities of a fixed text are compared with the trainer's own,
-and, with adapters, the base's with what they were at the start. A server that ends is taken out of the router, its
-requests are sent again, and it comes back with the newest weights, checked in the same way, before its first request.
+name, so an adapter reloaded in place would be served with stale prefixes. Full weights go through disk. After each
+push every server's log-probabilities of a fixed text are compared with the trainer's own, and, with adapters, the
+base's with what they were at the start. A server that ends is taken out of the router, its requests are sent again, and
+it comes back with the newest weights, checked in the same way, before its first request.
 """
 
 from __future__ import annotations
@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedTokenizerBase
 
-    from mmrl.engines.vllm.transfer import Transfer
-
 LOG = logging.getLogger("mmrl.engines")
 T = TypeVar("T")
 
@@ -69,12 +67,6 @@ class VllmServerEngine(HttpEngine, PushingEngine):
         """Full weights that took the place of those the servers started with."""
         self._deadline = 0.0
         """When the push under way is given up."""
-        self._transfer: Transfer | None = None
-        if config.push == "nccl" and model is not None:
-            # Here: it imports vLLM, which is beside mmrl only where it is asked for.
-            from mmrl.engines.vllm.transfer import Transfer
-
-            self._transfer = Transfer()
         count = len(config.urls) or config.replicas
         self._group = place_servers(setup.bundle, count) if setup.bundle is not None and not config.urls else None
         self.replicas = [
@@ -167,8 +159,7 @@ class VllmServerEngine(HttpEngine, PushingEngine):
         try:
             self._push(version, state)
         except HttpFailure as error:
-            # A broadcast that somebody left cannot be ended: the run stops, and its resume forms a new group.
-            if self._transfer is not None or not self._api.io.wait(self._take_out_lost(error)):
+            if not self._api.io.wait(self._take_out_lost(error)):
                 raise
             return False
         return True
@@ -187,13 +178,9 @@ class VllmServerEngine(HttpEngine, PushingEngine):
         self._wait(self._on_each(lambda replica: replica.unload(adapter.name)))
 
     def _replace(self, version: int, state: Mapping[str, Tensor] | None) -> None:
-        """Replace the weights from GPU to GPU, or through disk."""
-        if version == 0 and not self.config.urls and self._transfer is None:
+        """Replace the weights through disk."""
+        if version == 0 and not self.config.urls:
             return  # the servers were started with them
-        if self._transfer is not None and self.model is not None:
-            tensors = dict(self.model.named_parameters()) if state is None else state
-            self._transfer.send([replica.api for replica in self._serving], tensors, self._deadline)
-            return
         folder = self._save(version, state).get("")
         if folder is None:
             return
@@ -345,8 +332,7 @@ class VllmServerEngine(HttpEngine, PushingEngine):
             LOG.warning("%s has ended; %s", replica.name, replica.log_tail())
             if self.router is not None:
                 await self.router.remove(replica.api.url)
-            # Weights that went from GPU to GPU are nowhere else: the server stays out until the next push.
-            if replica.process is not None and self._transfer is None:
+            if replica.process is not None:
                 self._reviving.add(asyncio.create_task(self._revive(replica, error)))
         return bool(lost)
 
@@ -359,11 +345,6 @@ class VllmServerEngine(HttpEngine, PushingEngine):
 
     async def _bring_up_to_date(self, replica: Replica) -> None:
         await replica.boot()
-        if self._transfer is not None:
-            # Started for the push that waits, which brings the weights.
-            self._transfer.forget()
-            await self._put_in(replica)
-            return
         # With one batch ahead, calls of older weights died with it and are sent again to the newest.
         for _, adapters in self._versions if self.setup.versions > 2 else self._versions[-1:]:
             for adapter in adapters.values():

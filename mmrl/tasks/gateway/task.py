@@ -161,7 +161,8 @@ class AgentTask(RecordTask):
         record = dict(example.metadata)
         result = await call_scorer(self.parts_given.reward, record, prediction.result, beside_agent=True)
         score = scored(result, "task.metric" if self.config.metric else "the agent")
-        metrics = {**score.metrics, "answered_by_rule": float(prediction.answered)}
+        answers = any(rule.reply is not None for rule in self.config.rules)
+        metrics = {**score.metrics, **({"answered_by_rule": float(prediction.answered)} if answers else {})}
         rewards = result.get(REWARDS) if isinstance(result, Mapping) and reward_set == "turn" else None
         reward: float = score.reward
         turns: dict[str, float] = {}

@@ -296,6 +296,16 @@ def test_the_module_is_named_by_the_model_the_header_or_a_rule():
     assert rollout.metrics["answered_by_rule"] == 1.0 and rollout.prediction == ["policy/planner", "policy/worker"]
 
 
+def test_without_a_rule_that_answers_nothing_is_counted():
+    async def work(asking):
+        await asking.chat.completions.create(model="gpt-4o", messages=ASK)
+        return "0"
+
+    rules = ({"pattern": "brief", "module": "agent"},)
+    rollout, calls = one(agent_task(agent_of(work), rules=rules), Scripted(lambda prompt: "x"))
+    assert len(calls) == 1 and rollout.metrics.keys() == {"score"}
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
