@@ -6,15 +6,16 @@ from collections.abc import Sequence
 
 STEPS = "rollouts of several servers are measured, not foretold: train a few steps and read its `time/` metrics"
 GONE = {
+    ("fetch", ""): "in a clone of mmrl: python -m scripts.fetch_model smollm2_135m FOLDER, then model.path=FOLDER",
     ("plan", "replicas"): STEPS,
     ("plan", "token_ms"): STEPS,
     ("index", "info"): "the folder's index.json has all of it",
     ("index", "search"): "mmrl serve-retriever index=DIR answers POST /retrieve, and mmrl show RUN has a run's queries",
 }
-"""(command, key or argument) -> what replaces it."""
+"""(command, key or argument; empty: the command itself) -> what replaces it."""
 
 
 def problems(words: Sequence[str]) -> list[str]:
     """Return a sentence for each word of a command line that is gone."""
     command, keys = words[0] if words else "", [word.lstrip("+~").partition("=")[0] for word in words[1:]]
-    return [f"{key}: is gone; {GONE[command, key]}" for key in keys if (command, key) in GONE]
+    return [f"{key or command}: is gone; {GONE[command, key]}" for key in ["", *keys] if (command, key) in GONE]

@@ -15,7 +15,7 @@ from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ValidationError
 
-from mmrl.config.base import FETCHED, SHIPPED, reasons, value_at
+from mmrl.config.base import SHIPPED, reasons, value_at
 from mmrl.config.other_stages import PROMPT_SCHEMAS
 from mmrl.config.validate import revealed
 from mmrl.errors import ConfigError
@@ -24,7 +24,7 @@ from mmrl.system.files import atomic_write, differences, digests, read_yaml, sim
 POLICY = "policy.json"
 """File of a run without checkpoints that describes its policy, once it has one (`write_policy`)."""
 MARKER = "complete.json"
-"""File of a checkpoint, of weights merged from one and of a fetched model: names, sizes and SHA-256 of the others."""
+"""File of a checkpoint, and of weights merged from one: names, sizes and SHA-256 of the others."""
 EXTRA = "extra.json"
 """File of a checkpoint with further facts, such as which module speaks with which weights."""
 SET = "set.yaml"
@@ -223,8 +223,6 @@ def model_of(text: str) -> tuple[str, dict[str, object]]:
     """
     if is_shipped(text):
         return "tiny", {}
-    if fetched := next((name for name, hub in FETCHED.items() if text in (name, hub)), None):
-        return fetched, {}
     section = _run_section(text, "model")
     name = section.get("name")
     settings = {key: value for key in ("revision", "chat_template", "thinking", "date") if (value := section.get(key))}
@@ -305,11 +303,7 @@ def resolve(text: str, prompts: str | None = None) -> Policy:
         ConfigError: a path that does not exist, or a folder without weights.
     """
     folder = Path(text)
-    if (
-        text in SHIPPED
-        or text in FETCHED
-        or not (folder.exists() or text.startswith((".", "/", "~")) or text.count("/") != 1)
-    ):
+    if text in SHIPPED or not (folder.exists() or text.startswith((".", "/", "~")) or text.count("/") != 1):
         return Policy(base=text, prompts=prompts)
     if not folder.is_dir():
         expected = "expected a run, checkpoint, adapter, model folder or hub id"
