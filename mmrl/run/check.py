@@ -81,8 +81,7 @@ def check(config: RootConfig, user_keys: Collection[str] = ()) -> list[str]:
         return problems + _stages_problems(config, user_keys)
     algo, policy = value_at(config, "algo.name"), value_at(config, "policy")
     if engine_name(config) != "openai":
-        key, weights = ("policy", str(policy)) if policy is not None else ("model.path", config.model.path)
-        problems += gone_problems(key, weights) + _matmul_problems(config)
+        problems += gone_problems("model.path", config.model.path) + _matmul_problems(config)
     # A task refuses what it cannot be built from (prompts, a program, files) by a `ConfigError` of its own.
     try:
         task = build_task(config.task, config.seed)
