@@ -13,6 +13,7 @@ from mmrl.models import hub
 from mmrl.models.hub import encoder_problems
 from mmrl.models.load import load_tokenizer
 from mmrl.retrieval.select import retriever_problems
+from tests.helpers.servers import Scripted, serving
 
 
 @pytest.fixture
@@ -69,6 +70,24 @@ def test_a_place_that_cannot_be_written_is_told(tmp_path, capsys):
     corpus.write_text('{"title": "a", "text": "b"}\n')
     assert main(["index", "build", f"corpus={corpus}", f"index={corpus}/below/index"]) == 2
     assert "error: mmrl index build: cannot build " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("page", "answers"),
+    [
+        (Scripted("{}"), True),
+        (Scripted("not for you", status=403), True),
+        (Scripted(b"x" * (2 * hub.PAGE_BYTES)), True),
+        (Scripted("{}", delay=3.0), False),
+    ],
+)
+def test_a_hub_answers_by_any_page_in_time(page, answers, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(hub, "HUB_S", 0.4)
+    with serving([page]) as (address, _):
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        assert hub.hub_answers.__wrapped__() == answers
 
 
 OFFERED = "in a clone of mmrl, python -m scripts.fetch_model {name} FOLDER makes its folder"
