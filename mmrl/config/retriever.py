@@ -83,7 +83,7 @@ class DenseConfig(LocalRetrieverConfig):
     encodes: ClassVar[bool] = True
     name: Literal["dense"]
     cache_dir: str | None = Field(None, description="index cache; null: $MMRL_CACHE or ~/.cache/mmrl")
-    model: str | None = Field(None, description="folder, hub id, or `minilm` (mmrl fetch); null: facebook/contriever")
+    model: str | None = Field(None, description="folder or hub id; null: facebook/contriever")
     faiss: Literal["flat", "hnsw"] = Field("flat", description="exact, or a graph (faster, inexact)")
     batch_size: int = Field(32, ge=1, description="texts encoded at once")
     device: Literal["cpu", "cuda"] = Field("cpu", description="where the encoder runs")

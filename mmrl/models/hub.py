@@ -10,13 +10,12 @@ from functools import lru_cache
 from pathlib import Path
 
 from mmrl.config.base import FETCHED, SHIPPED
-from mmrl.models.fetched import PACKAGES, encoder_source, of_hub_id
 from mmrl.system.files import user_path
 from mmrl.system.http_client import HttpClient, HttpFailure
 
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 HUB_S = 6.0
-"""The hub has to send a page, such as a model's config, within that."""
+"""The hub has to send its front page within that."""
 PAGE_BYTES = 1 << 20
 
 
@@ -25,51 +24,29 @@ def hub_answers() -> bool:
     """Return True if the hub (or the mirror in HF_ENDPOINT) answers at all; queried once per process."""
     from huggingface_hub import constants
 
-    # Without this query the hub's client tries for a minute per file before it gives up. An error page is an answer: a
-    # mirror may refuse its own front page.
-    return _failure(constants.ENDPOINT) in (None, "status", "garbage")
-
-
-@lru_cache(maxsize=8)
-def hub_serves(model: str) -> bool:
-    """Return True if a hub id's weights are available: in the hub's local cache, or from a hub that answers in time."""
-    from huggingface_hub import constants, try_to_load_from_cache
-
-    if isinstance(try_to_load_from_cache(model, "model.safetensors"), str):
-        return True
-    if constants.HF_HUB_OFFLINE:
-        return False
-    return _failure(f"{constants.ENDPOINT}/{model}/resolve/main/config.json") in (None, "garbage")
-
-
-def _failure(url: str) -> str | None:
-    """Return the cause for which the hub does not send a page in time; `garbage` where it sends more than is read."""
     client = HttpClient("hub", timeout_s=HUB_S, concurrency=1, redirects=True, proxies=True)
     try:
-        client.wait(client.attempt("GET", url, limit=PAGE_BYTES))
+        # Without this query the hub's client tries for a minute per file before it gives up.
+        client.wait(client.attempt("GET", constants.ENDPOINT, limit=PAGE_BYTES))
     except HttpFailure as failure:
-        return failure.cause
+        # An error page is an answer: a mirror may refuse its own front page.
+        return failure.cause in ("status", "garbage")
     finally:
         client.close()
-    return None
+    return True
 
 
-def at_hand(path: str, revision: str | None) -> str:
-    """Return `model.path` or `policy`, or the fetched model's name if the hub does not serve that id."""
-    package = of_hub_id(path) if revision is None and path in FETCHED.values() else None
-    return path if package is None or not package.fetched or hub_serves(path) else package.name
+def from_index(model: str) -> str:
+    """Return how a model of `FETCHED`, a name or a hub id, is had without the hub, in words; empty for any other."""
+    name = next((name for name, hub in FETCHED.items() if model in (name, hub)), None)
+    return "" if name is None else f"; in a clone of mmrl, python -m scripts.fetch_model {name} FOLDER makes its folder"
 
 
-def weights_problems(key: str, path: str, revision: str | None) -> list[str]:
-    """Return reasons why the weights of `model.path` or `policy` cannot be had; what only loading can tell is none."""
-    if path in FETCHED and not PACKAGES[path].fetched:
-        return [f"{key}: {path} is not on this machine; {PACKAGES[path].missing}"]
-    if path in FETCHED and (fault := PACKAGES[path].fault):
-        return [f"{key}: {fault}"]
-    package = of_hub_id(path) if path in FETCHED.values() else None
-    if package is None or (package.fetched and revision is None) or hub_serves(path):
+def gone_problems(key: str, model: str) -> list[str]:
+    """Return the refusal of a name that `mmrl fetch` gave to a model; deleted with `mmrl.cli.gone`."""
+    if model not in FETCHED or user_path(model).is_dir():
         return []
-    return [f"{key}: the hub does not serve '{path}'; {package.missing}"]
+    return [f"{key}: got '{model}', which was a model of mmrl fetch, expected a folder or hub id{from_index(model)}"]
 
 
 def encoder_problems(key: str, model: str) -> list[str]:
@@ -77,10 +54,8 @@ def encoder_problems(key: str, model: str) -> list[str]:
 
     What only loading can tell (a folder with other weights) is no problem here.
     """
-    package = PACKAGES.get(model) or of_hub_id(model)
-    if package is not None and package.fault:
-        return [f"{key}: {package.fault}"]
-    word, model = model, encoder_source(model)
+    if problems := gone_problems(key, model):
+        return problems
     folder = user_path(model)
     if folder.exists() or not HUB_ID.fullmatch(model):
         if any((folder / name).is_file() for name in ("config.json", "modules.json")):
@@ -92,8 +67,8 @@ def encoder_problems(key: str, model: str) -> list[str]:
 
     if isinstance(try_to_load_from_cache(model, "config.json"), str) or hub_answers():
         return []
-    advice = "" if package is None else f"; {package.missing}"
-    return [f"{key}: '{word}' is no folder and not in the hub's local cache, and the hub does not answer{advice}"]
+    away = "is no folder and not in the hub's local cache, and the hub does not answer"
+    return [f"{key}: '{model}' {away}{from_index(model)}"]
 
 
 def licence_of(model: str, revision: str | None = None) -> str | None:
@@ -101,7 +76,7 @@ def licence_of(model: str, revision: str | None = None) -> str | None:
     from huggingface_hub import ModelCard, try_to_load_from_cache
     from yaml import YAMLError
 
-    if model in SHIPPED or model in FETCHED:
+    if model in SHIPPED:
         return "apache-2.0"
     folder = user_path(model)
     card: object = folder / "README.md"

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from mmrl.config import ModelConfig
-from mmrl.config.base import FETCHED, SHIPPED, iter_leaves
-from mmrl.errors import ConfigError, nearest, reason_of
+from mmrl.config.base import SHIPPED, iter_leaves
+from mmrl.errors import ConfigError, nearest, reason_of, refuse
 from mmrl.errors import located as in_front
 from mmrl.models.adapter import with_adapters
-from mmrl.models.fetched import PACKAGES, of_hub_id
 from mmrl.models.headers import saved_weights
-from mmrl.models.hub import hub_answers, weights_problems
+from mmrl.models.hub import from_index, gone_problems, hub_answers
 from mmrl.models.policy import Policy
 from mmrl.models.prepare import (
     choose_attention,
@@ -56,12 +55,8 @@ def model_path(model: ModelConfig) -> str:
 
 
 def located(path: str) -> str:
-    """Return the folder of a shipped model, or the cached one of a fetched model; else `path` as typed."""
-    if path in SHIPPED:
-        return str(ASSETS / path)
-    if path in FETCHED:
-        return str(PACKAGES[path].folder)
-    return str(user_path(path))
+    """Return the folder of a shipped model, else `path` as typed."""
+    return str(ASSETS / path if path in SHIPPED else user_path(path))
 
 
 NO_CODE = {"trust_remote_code": False}
@@ -315,8 +310,7 @@ def _finder(model: ModelConfig) -> Callable[[str], str | None]:
 
 def _source(model: ModelConfig) -> str:
     """Return `model_path`, checked as far as the network is not needed."""
-    if model.path in FETCHED and (problems := weights_problems("model.path", model.path, None)):
-        raise ConfigError(problems)
+    refuse(gone_problems("model.path", model.path))
     source = model_path(model)
     local = model.path.startswith((".", "/", "~")) or model.path.count("/") > 1 or Path(source).exists()
     if local and not (Path(source) / "config.json").is_file():
@@ -351,11 +345,8 @@ def _unloadable(model: ModelConfig, part: str, error: Exception) -> str:
     else:
         if not hub_answers():
             reason = "no such folder, and the hub does not answer (nor is it in the local cache)"
-        reason += nearest(model.path, tuple(SHIPPED))
         # A hub may answer and then not serve; of some models there is another source.
-        if (package := of_hub_id(model.path)) is not None:
-            advice = f"model.path={package.name} is here" if package.fetched else package.missing
-            reason += f"; {advice}"
+        reason += nearest(model.path, tuple(SHIPPED)) + from_index(model.path)
     return f"model.path: {_cannot(model, part)}: {reason}"
 
 

@@ -15,16 +15,17 @@ from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ValidationError
 
-from mmrl.config.base import FETCHED, SHIPPED, reasons, value_at
+from mmrl.config.base import SHIPPED, reasons, value_at
 from mmrl.config.other_stages import PROMPT_SCHEMAS
 from mmrl.config.validate import revealed
-from mmrl.errors import ConfigError
+from mmrl.errors import ConfigError, refuse
+from mmrl.models.hub import from_index, gone_problems
 from mmrl.system.files import atomic_write, differences, digests, read_yaml, similar
 
 POLICY = "policy.json"
 """File of a run without checkpoints that describes its policy, once it has one (`write_policy`)."""
 MARKER = "complete.json"
-"""File of a checkpoint, of weights merged from one and of a fetched model: names, sizes and SHA-256 of the others."""
+"""File of a checkpoint, and of weights merged from one: names, sizes and SHA-256 of the others."""
 EXTRA = "extra.json"
 """File of a checkpoint with further facts, such as which module speaks with which weights."""
 SET = "set.yaml"
@@ -223,8 +224,6 @@ def model_of(text: str) -> tuple[str, dict[str, object]]:
     """
     if is_shipped(text):
         return "tiny", {}
-    if fetched := next((name for name, hub in FETCHED.items() if text in (name, hub)), None):
-        return fetched, {}
     section = _run_section(text, "model")
     name = section.get("name")
     settings = {key: value for key in ("revision", "chat_template", "thinking", "date") if (value := section.get(key))}
@@ -305,15 +304,11 @@ def resolve(text: str, prompts: str | None = None) -> Policy:
         ConfigError: a path that does not exist, or a folder without weights.
     """
     folder = Path(text)
-    if (
-        text in SHIPPED
-        or text in FETCHED
-        or not (folder.exists() or text.startswith((".", "/", "~")) or text.count("/") != 1)
-    ):
+    if text in SHIPPED or not (folder.exists() or text.startswith((".", "/", "~")) or text.count("/") != 1):
         return Policy(base=text, prompts=prompts)
     if not folder.is_dir():
         expected = "expected a run, checkpoint, adapter, model folder or hub id"
-        raise ConfigError(f"policy: got '{text}', {expected}{similar(folder)}")
+        raise ConfigError(f"policy: got '{text}', {expected}{similar(folder)}{from_index(text)}")
     if (folder / POLICY).is_file():
         # A run of prompts has the weights that it started with, a set of runs in turn those of its last one.
         return replace(resolve(_weights_of(folder)), prompts=prompts or prompts_of(text)[1])
@@ -365,6 +360,7 @@ def _base_of(adapter: Path) -> str:
     for folder in list(adapter.resolve().parents)[1:3]:
         stored = run_config(str(folder.parent)) if folder.name == CHECKPOINTS else {}
         if isinstance(base := value_at(stored, "model.path"), str):
+            refuse(gone_problems("policy", base))
             start = Path(str(value_at(stored, "start.run")))
             moved = folder.parent.parent / start.name
             if Path(base).is_relative_to(start) and not Path(base).exists() and moved.is_dir():

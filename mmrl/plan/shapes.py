@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from mmrl.config.base import FETCHED
 from mmrl.config.schema import ALL_LINEAR, ModelConfig
-from mmrl.errors import ConfigError
+from mmrl.errors import ConfigError, refuse
+from mmrl.models.hub import gone_problems
 from mmrl.models.load import model_path
 from mmrl.report.rundir import read_object
 
@@ -79,7 +79,7 @@ class Shape:
 
 KNOWN = {
     # layers, hidden, heads, KV heads, head's size, MLP, vocabulary
-    FETCHED["smollm2_135m"]: Shape(30, 576, 9, 3, 64, 1536, 49152, tied=True),
+    "HuggingFaceTB/SmolLM2-135M-Instruct": Shape(30, 576, 9, 3, 64, 1536, 49152, tied=True),
     "Qwen/Qwen3-8B": Shape(36, 4096, 32, 8, 128, 12288, 151936),
     "meta-llama/Llama-3.1-8B-Instruct": Shape(32, 4096, 32, 8, 128, 14336, 128256),
     "Qwen/Qwen2.5-7B": Shape(28, 3584, 28, 4, 128, 18944, 152064),
@@ -98,8 +98,9 @@ def shape_of(model: ModelConfig) -> Shape:
     config = Path(model_path(model)) / "config.json"
     if config.is_file():
         return read_shape(read_object(config), str(config))
-    if model.path in KNOWN or model.path in FETCHED:
-        return KNOWN[FETCHED.get(model.path, model.path)]
+    refuse(gone_problems("model.path", model.path))
+    if model.path in KNOWN:
+        return KNOWN[model.path]
     raise ConfigError(
         f"model.path: mmrl plan does not know the sizes of '{model.path}'; give a folder that has its config.json, "
         f"or one of {', '.join(KNOWN)}"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from mmrl.config.base import FETCHED, SHIPPED, path_override
+from mmrl.config.base import SHIPPED, path_override
 from mmrl.config.other_stages import SFT
 from mmrl.models.load import located
 from mmrl.report.html import templates
@@ -108,9 +108,9 @@ def _front_matter(overview: Overview, facts: CardFacts) -> ModelCardData:
     algorithm, base = str(overview.get("algo.name", "?")), str(overview.get("model.path", ""))
     kind = "supervised" if algorithm == SFT else "reinforcement-learning"
     paper = [f"arxiv:{PAPERS[algorithm]}"] if algorithm in PAPERS else []
-    on_hub, adapter = FETCHED.get(base, base), facts.kind == "adapter"
+    adapter = facts.kind == "adapter"
     # The hub accepts only its own names here, so a folder's name is left out.
-    known: dict[str, Any] = {"base_model": on_hub, "base_model_relation": "adapter" if adapter else "finetune"}
+    known: dict[str, Any] = {"base_model": base, "base_model_relation": "adapter" if adapter else "finetune"}
     return ModelCardData(
         library_name="peft" if adapter else "transformers",
         pipeline_tag="text-generation",
@@ -119,14 +119,14 @@ def _front_matter(overview: Overview, facts: CardFacts) -> ModelCardData:
         license=facts.licence,
         eval_results=results or None,
         model_name=facts.title if results else None,
-        **(known if on_hub and is_hub_id(on_hub) else {}),
+        **(known if base and is_hub_id(base) else {}),
     )
 
 
 def is_hub_id(base: str) -> bool:
     """Return True for a model's name on the hub, False for a folder's."""
     folder = Path(base).exists() or base.startswith((".", "/", "~"))
-    return not (folder or base in SHIPPED or base in FETCHED)
+    return not (folder or base in SHIPPED)
 
 
 def shorten_path(text: str) -> str:
@@ -181,7 +181,7 @@ def snippets(
         "folder": folder,
         "weights": weights,
         "lora": Path(weights).name,
-        "base": located(base) if base in SHIPPED or base in FETCHED else base,
+        "base": located(base) if base in SHIPPED else base,
         "rank": None if rank is None else next((supported for supported in RANKS if supported >= rank), rank),
         # Whole models of several modules are served one at a time.
         "policy": shlex.quote(path_override("policy", weights if names and not modules else folder)),

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from mmrl.config.base import FETCHED, SHIPPED, value_at
+from mmrl.config.base import SHIPPED, value_at
 from mmrl.errors import CheckpointError, DataError, MmrlError, refuse
 from mmrl.report.alarms import Alarm, alarms
 from mmrl.report.rundir import RunDir, is_run, step_of
@@ -256,10 +256,6 @@ class Overview:
             sentences.append(
                 f"Model: the shipped tiny model ({model}), trained on the mini world only; on real "
                 "text it scores near zero. A real model: model=hf model.path=… (a folder or hub id)."
-            )
-        elif model in FETCHED:
-            sentences.append(
-                f"Model: {FETCHED[model]}, from the package index (mmrl fetch), whose weights are quantised."
             )
         else:
             sentences.append(f"Model: {model}.")

@@ -20,7 +20,6 @@ import numpy as np
 
 from mmrl.config.retriever import DenseConfig
 from mmrl.errors import DataError
-from mmrl.models.fetched import encoder_source
 from mmrl.retrieval.base import Document, Retriever
 from mmrl.system.bar import progress
 from mmrl.system.files import atomic_write
@@ -82,7 +81,7 @@ class Encoder:
     """Texts to vectors; loads its weights at the first text.
 
     Args:
-        model: folder or hub id of an encoder, or the name of a fetched one.
+        model: folder or hub id of an encoder.
         treatment: of texts, by sentence-transformers' `encode_query` and `encode_document`.
         device: `cpu` or `cuda`.
         batch_size: texts encoded at once.
@@ -99,7 +98,7 @@ class Encoder:
 
         try:
             # Of a model whose files say nothing, such as contriever, it takes the mean of the last hidden states.
-            encoder = SentenceTransformer(encoder_source(self.model), device=self.device, trust_remote_code=False)
+            encoder = SentenceTransformer(self.model, device=self.device, trust_remote_code=False)
         except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
             raise DataError(f"encoder '{self.model}': cannot be loaded by sentence-transformers: {error}") from None
         if encoder.similarity_fn_name not in (None, "cosine", "dot"):

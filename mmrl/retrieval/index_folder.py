@@ -22,7 +22,6 @@ from filelock import FileLock
 from mmrl.config import RetrieverConfig
 from mmrl.config.retriever import DenseConfig
 from mmrl.errors import DataError
-from mmrl.models.fetched import encoder_source
 from mmrl.retrieval import bm25, dense
 from mmrl.retrieval.base import Document, Retriever
 from mmrl.retrieval.store import CorpusFacts, PassageStore, write_passages
@@ -253,7 +252,6 @@ def _is_whole(folder: Path) -> bool:
 
 def model_identity(model: str) -> str:
     """Return a text that changes with the weights behind a model's name: hash of a folder's files, or a revision."""
-    model = encoder_source(model)
     folder = user_path(model)
     if not folder.is_dir():
         from huggingface_hub import try_to_load_from_cache

@@ -28,7 +28,7 @@ from mmrl.config.base import value_at
 from mmrl.config.rules import across_sections, engine_name, without_effect
 from mmrl.engines.endpoint_engine import unreachable, with_model
 from mmrl.errors import ConfigError, gathered, refuse, unknown
-from mmrl.models.hub import weights_problems
+from mmrl.models.hub import gone_problems
 from mmrl.models.policy import Policy, resolve
 from mmrl.report.rundir import refuse_full
 from mmrl.report.trackers import missing_trackers
@@ -81,8 +81,7 @@ def check(config: RootConfig, user_keys: Collection[str] = ()) -> list[str]:
         return problems + _stages_problems(config, user_keys)
     algo, policy = value_at(config, "algo.name"), value_at(config, "policy")
     if engine_name(config) != "openai":
-        key, weights = ("policy", str(policy)) if policy is not None else ("model.path", config.model.path)
-        problems += weights_problems(key, weights, config.model.revision) + _matmul_problems(config)
+        problems += gone_problems("model.path", config.model.path) + _matmul_problems(config)
     # A task refuses what it cannot be built from (prompts, a program, files) by a `ConfigError` of its own.
     try:
         task = build_task(config.task, config.seed)

@@ -25,7 +25,6 @@ from mmrl.config.base import MINI, SPLITS, Idle, Section
 from mmrl.config.retriever import Bm25Config
 from mmrl.config.tasks import BUILT_IN
 from mmrl.errors import CheckpointError, ConfigError, gathered, refuse, unknown
-from mmrl.models.hub import at_hand
 from mmrl.models.load import model_path
 from mmrl.plan.cost import NAMES as DEVICES
 from mmrl.plan.cost import Device, evaluation_seconds, gpus, known_gpu
@@ -132,10 +131,7 @@ def make_plan(config: TrainCommandConfig, request: PlanArguments) -> Plan:
     kind = request.device and ("cpu" if request.device == "cpu" else "cuda")
     if request.device not in (None, *DEVICES):
         raise ConfigError(unknown("device", request.device, DEVICES))
-    # The fetched copy of a hub's model has weights to count with.
-    found = config.model.model_copy(update={"path": at_hand(config.model.path, config.model.revision)})
-    config = config.model_copy(update={"model": found})
-    has_weights = Path(model_path(found)).is_dir()
+    has_weights = Path(model_path(config.model)).is_dir()
     # A few dry rollouts show the lengths of every module and take little time.
     examples = (0 if lengths or recorded or not has_weights else 4) if request.dry is None else request.dry
     if examples and not has_weights:

@@ -25,7 +25,6 @@ from mmrl.config.base import flattened, value_at
 from mmrl.config.validate import CHOICES
 from mmrl.errors import CheckpointError, ConfigError, located
 from mmrl.models.assignment import ModuleAssignment
-from mmrl.models.hub import at_hand
 from mmrl.models.policy import newest_checkpoint, prompts_of
 from mmrl.report.rundir import RunDir, rows_of
 from mmrl.system.files import plain
@@ -50,7 +49,7 @@ def import_plugins(packages: Collection[str]) -> None:
 
 
 def settle(config: ConfigT, device: str | None = None, planned: bool = False) -> ConfigT:
-    """Fix what depends on this machine (device, threads, engine, fetched weights), so that a resume repeats it.
+    """Fix what depends on this machine (device, threads, engine), so that a resume repeats it.
 
     A settled config is settled to itself, so a run that is continued goes through here as well: its GPUs may be gone.
 
@@ -82,11 +81,8 @@ def settle(config: ConfigT, device: str | None = None, planned: bool = False) ->
     update: dict[str, object] = {
         "hardware": hardware.model_copy(update={"device": device, "threads": threads}),
         "engine": config.engine.model_copy(update={"name": engine}),
-        # Named, so that a run which goes on elsewhere, or once the hub answers, never changes its weights.
-        "model": model.model_copy(update={"path": at_hand(model.path, model.revision), "date": model.date or day}),
+        "model": model.model_copy(update={"date": model.date or day}),
     }
-    if (policy := value_at(config, "policy")) is not None:
-        update["policy"] = at_hand(str(policy), model.revision)
     return config.model_copy(update=update)
 
 

@@ -11,7 +11,6 @@ from tempfile import TemporaryDirectory
 from uuid import uuid4
 
 from mmrl.config import RootConfig, StageConfig, StagedCommandConfig
-from mmrl.config.base import FETCHED
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, gathered, print_error, refuse
 from mmrl.models.policy import SET
 from mmrl.report.rundir import RunDir, rows_of
@@ -158,9 +157,7 @@ def job_state(path: Path, config: RootConfig) -> State:
     different = [
         f"{key}={stored} (requested: {requested})"
         for key, (stored, requested) in changes.items()
-        if not key.startswith("hardware.")
-        and not (key == "engine.name" and requested == "auto")
-        and not (key == "model.path" and FETCHED.get(str(stored)) == requested)
+        if not key.startswith("hardware.") and not (key == "engine.name" and requested == "auto")
     ]
     if different:
         raise ConfigError(f"run.dir: {path} holds a run with other settings: {', '.join(different)}; take another")

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import transformers
 
-from mmrl.config.base import FETCHED
 from mmrl.models.linear import use_onednn
 from mmrl.plan.shapes import KNOWN, Shape
 from mmrl.report.machine import describe_environment
@@ -30,7 +29,7 @@ from scripts import key_values
 MODELS = {
     "test": Shape(layers=2, hidden=16, heads=2, kv_heads=1, head_dim=8, intermediate=32, vocab=64, tied=True),
     "1M": Shape(layers=4, hidden=128, heads=4, kv_heads=2, head_dim=32, intermediate=384, vocab=2048, tied=True),
-    "smollm2_135m": KNOWN[FETCHED["smollm2_135m"]],
+    "smollm2_135m": KNOWN["HuggingFaceTB/SmolLM2-135M-Instruct"],
 }
 
 

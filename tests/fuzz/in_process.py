@@ -108,8 +108,6 @@ _STAND_INS: Mapping[str, object] = {
     "mmrl.system.http_server.serve": None,
     "mmrl.run.index.build_index": mock.Mock(build_seconds=0.0, kind="bm25"),
     "mmrl.models.hub.encoder_problems": [],
-    "mmrl.run.fetch.fetch": Path("fetched"),
-    "mmrl.run.fetch.facts_of": {"said": "a model"},
 }
 """Function that a command hands over to -> what its stand-in returns."""
 

@@ -7,6 +7,8 @@ import pytest
 from mmrl.errors import ConfigError
 from mmrl.models.policy import Policy, is_shipped, other_task, resolve
 
+OF_PROMPTS = {"weights": "smollm2_135m", "prompts": None, "task": "hotpotqa"}
+
 
 def checkpoint(folder, step, adapter=False):
     path = folder / "checkpoints" / f"checkpoint-{step}"
@@ -37,6 +39,15 @@ def test_an_adapter_of_a_run_takes_the_runs_base(tmp_path):
     (tmp_path / "config.yaml").write_text("model: {path: Qwen/Qwen3-8B}\n")
     path = checkpoint(tmp_path, 5, adapter=True)
     assert resolve(str(tmp_path)) == Policy(base="Qwen/Qwen3-8B", adapter=str(path), step=5)
+
+
+@pytest.mark.parametrize("file", ["config.yaml", "policy.json"])
+def test_a_run_of_a_model_of_mmrl_fetch_is_refused(file, tmp_path):
+    content = {"config.yaml": "model: {path: smollm2_135m}\n", "policy.json": json.dumps(OF_PROMPTS)}
+    (tmp_path / file).write_text(content[file])
+    checkpoint(tmp_path, 5, adapter=True)
+    with pytest.raises(ConfigError, match=r"^policy: got 'smollm2_135m', .*fetch_model smollm2_135m FOLDER"):
+        resolve(str(tmp_path))
 
 
 def test_a_policy_of_another_task_is_told(tmp_path, monkeypatch):

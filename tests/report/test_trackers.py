@@ -209,7 +209,7 @@ def test_trackers_are_those_of_accelerate_and_have_its_projects_and_extras():
     first = {name for name, kind in LOGGER_TYPE_TO_CLASS.items() if not kind.requires_logging_directory}
     assert set(WITH_PROJECTS) == first - {"dvclive"}, "which passes over its first argument"
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    assert names - set(project["optional-dependencies"]) == {"wandb", "tensorboard"}  # always installed
+    assert names - set(project["optional-dependencies"]) == {"wandb"}  # always installed
 
 
 def test_a_tracker_that_fails_is_switched_off_once():

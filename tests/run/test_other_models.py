@@ -8,8 +8,8 @@ from mmrl.cli import main
 from mmrl.report.rundir import RunDir
 from mmrl.run.build import build_task, evaluated
 from mmrl.run.eval import unsuited
-from tests.helpers.gguf import llama_like
 from tests.helpers.lines import evaluation, refused
+from tests.helpers.llama import llama_like
 from tests.helpers.programs import saved
 from tests.models.test_templates import RAISING
 from tests.tasks.test_data import record
