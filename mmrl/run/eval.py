@@ -98,18 +98,13 @@ def _items(
     settings = sampling_settings(config.eval, config.task)
     results = rundir.eval_path(policy.step or 0, config.split)
     # Journal lines of items with an infrastructure failure stay; the repeated items are added to them.
-    _drop_damaged(rundir, config.split)
     rundir.note_examples(config.split, examples[: config.eval.items])
     repeated = drop_failed(results) > 0
-    if repeated:
-        rundir.ledger.note(results)
 
     def write_journal(chunk: int | None, forest: Forest) -> None:
         # Evaluated again, items get files after the last one, since those of other items are never rewritten.
         number = len(rundir.journal_steps(config.split)) if chunk is None else chunk
         write_step(rundir, forest, evaluation=config.split, step=number)
-        if results.exists():
-            rundir.ledger.note(results)
 
     gpus = evaluation_devices(config.hardware)
     fixed = fixed_engine(config, policy, rundir.path, config.policy, devices=gpus)
@@ -126,30 +121,10 @@ def _items(
                     write_journal,
                     again=repeated,
                 )
-                rundir.ledger.note(results)
             return items, engine.describe(), total_usage([engine, task])
         except (KeyboardInterrupt, StorageError) as error:
             continue_with(error, _resume(rundir.path))
             raise
-
-
-def _drop_damaged(rundir: RunDir, split: str) -> None:
-    """Drop items and journals if one of them is not as it was written; all are then evaluated again."""
-    changed = rundir.ledger.changed(None, grown=True)
-    for path, text in changed.items():
-        print(f"warning: {path} {text}; all items are evaluated again", file=sys.stderr)
-    if changed:
-        rundir.ledger.cut(None)
-        for path in [*rundir.path.glob(f"eval/step-*-{split}.jsonl"), *rundir.path.glob("journal/step-*.jsonl.gz")]:
-            path.unlink()
-        return
-    rundir.ledger.read()
-    # Journals are renamed into place as a whole, so a journal without a ledger line is intact and gets one.
-    journals = [rundir.journal_path(step, split) for step in rundir.journal_steps(split)]
-    if not all(map(rundir.ledger.has, journals)):
-        rundir.ledger.cut(None)
-        for path in journals:
-            rundir.ledger.note(path)
 
 
 def _resume(path: Path) -> str:

@@ -29,13 +29,13 @@ from mmrl.config import (
 )
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, ProcessLost, continue_with, located, storage
 from mmrl.models.policy import damage, every_checkpoint
-from mmrl.report.rundir import RunDir, step_of
-from mmrl.run.build import RECORD, build_stage, build_task, check_model, evaluated, steps_of
+from mmrl.report.rundir import RunDir
+from mmrl.run.build import build_stage, build_task, check_model, evaluated, steps_of
 from mmrl.run.check import check_all
 from mmrl.run.doctor import check_before_training
 from mmrl.run.launch import must_start, released, start, wrapping
 from mmrl.run.ray_launch import start_on_ray
-from mmrl.run.settle import import_plugins, refuse_changes, refuse_edits, run_folder, settle, stored_config
+from mmrl.run.settle import import_plugins, refuse_edits, run_folder, settle, stored_config
 from mmrl.run.start import config_of_resumed, keep_start, started
 from mmrl.stages import Stage
 from mmrl.system import ray_cluster
@@ -123,7 +123,7 @@ def _rewind(config: StageConfig, rundir: RunDir) -> Path | None:
             return None
         from mmrl.trainer.checkpoint import prune  # it imports torch, which a refused config need not wait for
 
-        checkpoint = reread(plain(config.model_dump(mode="json")), config.train.steps, rundir)
+        checkpoint = reread(config.train.steps, rundir)
         prune(rundir.checkpoints, config.train.keep, config.train.saves_after)
         return checkpoint
 
@@ -217,43 +217,31 @@ def _opened(
         yield rundir
 
 
-def reread(config: JsonObject, steps: int, rundir: RunDir) -> Path | None:
+def reread(steps: int, rundir: RunDir) -> Path | None:
     """Return the newest checkpoint that can be continued from, with the run's files as they were at its step.
 
-    What is damaged is named: a checkpoint gives way to the one before it, an evaluation that can be made again is.
+    What is damaged is named: a checkpoint gives way to the one before it.
     Files of later steps are dropped, since those steps are done again.
 
     Args:
-        config: the run's, as it would be stored now.
         steps: `train.steps`.
 
     Returns:
         None where no step was saved yet.
 
     Raises:
-        CheckpointError: nothing is left to continue from, or the config is another one.
+        CheckpointError: nothing is left to continue from.
     """
-    from mmrl.trainer.checkpoint import saved_extra, set_aside, sweep, unusable
+    from mmrl.trainer.checkpoint import set_aside, sweep, unusable
 
     refused: list[Path] = []
     problems: list[str] = []
     sweep(rundir.checkpoints)
     for checkpoint in reversed(every_checkpoint(rundir.checkpoints)):
         step, fault = step_number(checkpoint), unusable(checkpoint)
-        record = {} if fault else saved_extra(checkpoint).get(RECORD, {})
-        changed: dict[Path, str] = {}
-        moved: list[str] = []
-        if record:
-            # A folder with the run that this one started from may have been moved as a whole; its content was compared.
-            places = ("start.run", "model.path", "model.revision", "task.prompts") if config.get("start") else ()
-            moved = refuse_changes(rundir, record["config"], config, f"{checkpoint.name} was made with", places)
-            changed = rundir.changed_since(record)
-        # The weights before training are there before the checkpoint is loaded, those of the last step after it.
-        evaluated = {0, step} if step == steps else {0}
-        repeated = [path for path in changed if path.parent.name == "eval" and step_of(path) in evaluated]
-        problems += [fault] if fault else [f"{path} {text}" for path, text in changed.items() if path not in repeated]
-        if not fault and len(repeated) == len(changed):
+        if not fault:
             break
+        problems.append(fault)
         refused.append(checkpoint)
     else:
         if refused:
@@ -268,16 +256,11 @@ def reread(config: JsonObject, steps: int, rundir: RunDir) -> Path | None:
     for older in reversed(every_checkpoint(rundir.checkpoints)):
         if step_number(older) < step and (fault := damage(older)):
             print(f"warning: {fault}; {checkpoint.name} is whole, so it is not needed", file=sys.stderr)
-    if moved:
-        print(f"warning: {rundir.path}/config.yaml: since {checkpoint.name}: {', '.join(moved)}", file=sys.stderr)
-    for path in repeated:
-        print(f"warning: {path} {changed[path]}; it is evaluated again", file=sys.stderr)
-        path.unlink(missing_ok=True)
     for path in refused:
         set_aside(path)
     if step < steps:
         (rundir.path / "summary.json").unlink(missing_ok=True)  # of a run whose end is done again
-    rundir.truncate_after(step, record or None)
+    rundir.truncate_after(step)
     return checkpoint
 
 

@@ -243,8 +243,7 @@ def contents(run):
     """What an interrupted run shares with an uninterrupted one, bit for bit."""
     summary = json.loads((run / "summary.json").read_text())
     kept = {name: value for name, value in summary.items() if name not in ("seconds", "finished")}
-    parts = ("journal", "eval", "digests.jsonl", "checkpoints")
-    same = [path for part in parts for path in sorted((run / part).rglob("*"))] + [run / "digests.jsonl"]
+    same = [path for part in ("journal", "eval", "checkpoints") for path in sorted((run / part).rglob("*"))]
     skipped = ("complete.json", "extra.json", "training_args.bin", "trainer_state.json")
     data = {
         str(path.relative_to(run)): path.read_bytes() for path in same if path.is_file() and path.name not in skipped

@@ -1,4 +1,3 @@
-import json
 import shutil
 
 import pytest
@@ -67,19 +66,13 @@ def test_a_checkpoint_that_another_run_starts_from_stays_and_is_found_where_both
     assert (tmp_path / "exported" / "model.safetensors").is_file()
 
 
-def test_a_killed_extension_goes_on_and_a_changed_segment_is_noticed(short, tmp_path, capsys, errors_of):
+def test_a_killed_extension_goes_on(short, tmp_path):
     run = copy(short, tmp_path)
     with RunDir.open(run) as opened:
         opened.add_segment(3, 2, ["mmrl"])
     assert not RunDir.read(run).finished  # killed before it began
     assert main(["train", f"resume={run}"]) == 0
     assert RunDir.read(run).summary["steps"] == 3
-    capsys.readouterr()
-    (run / "summary.json").unlink()
-    (run / "segments.jsonl").write_text((run / "segments.jsonl").read_text().replace('"steps":3', '"steps":9'))
-    assert json.loads((run / "segments.jsonl").read_text())["steps"] == 9
-    says = "is not the config that checkpoint-3 was made with: train.steps=9 (was 3)"
-    assert says in errors_of("train", f"resume={run}")
 
 
 @pytest.mark.parametrize(
