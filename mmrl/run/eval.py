@@ -10,12 +10,12 @@ from pathlib import Path
 from mmrl.config import EvalCommandConfig
 from mmrl.engines import needs_model
 from mmrl.engines.base import total_usage
-from mmrl.errors import StorageError, TooManyFailures, continue_with, failed_how, located, storage
+from mmrl.errors import CheckpointError, StorageError, TooManyFailures, continue_with, failed_how, located, storage
 from mmrl.models.merged import require_undamaged
 from mmrl.models.policy import Policy, describe_weights, is_shipped, other_task
 from mmrl.records import Example, Forest
 from mmrl.report.console import show_run
-from mmrl.report.journal import write_step
+from mmrl.report.journal import read_step, write_step
 from mmrl.report.rundir import RunDir
 from mmrl.run.build import build_task, check_policy, evaluated, evaluation_devices, fixed_engine, reward_set
 from mmrl.run.check import check_all, served
@@ -27,6 +27,7 @@ from mmrl.stages.evaluate import (
     evaluation_metrics,
     failed_kinds,
     infrastructure_failures,
+    read_items,
     too_many_failed,
     without_scores,
 )
@@ -97,8 +98,9 @@ def _items(
 
     settings = sampling_settings(config.eval, config.task)
     results = rundir.eval_path(policy.step or 0, config.split)
-    # Journal lines of items with an infrastructure failure stay; the repeated items are added to them.
     rundir.note_examples(config.split, examples[: config.eval.items])
+    _require_journals(rundir, config.split, results)
+    # Journal lines of items with an infrastructure failure stay; the repeated items are added to them.
     repeated = drop_failed(results) > 0
 
     def write_journal(chunk: int | None, forest: Forest) -> None:
@@ -125,6 +127,21 @@ def _items(
         except (KeyboardInterrupt, StorageError) as error:
             continue_with(error, _resume(rundir.path))
             raise
+
+
+def _require_journals(rundir: RunDir, split: str, results: Path) -> None:
+    """Refuse to continue an evaluation whose stored items are not all in a whole journal.
+
+    Raises:
+        CheckpointError: names the journal.
+    """
+    try:
+        forests = (read_step(rundir, step, evaluation=split)[0] for step in rundir.journal_steps(split))
+        journaled = {example for forest in forests for example in forest.examples}
+        if lost := [item["id"] for item in read_items(results) if item["id"] not in journaled]:
+            raise CheckpointError(f"{rundir.path}/journal: has no rollout of item {lost[0]}, which {results} has")
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; restore it from a copy, or evaluate in a new folder") from None
 
 
 def _resume(path: Path) -> str:

@@ -235,8 +235,8 @@ def numbers(run_dir):
 
 
 def saved_each_step(random_model, folder):
-    """A run of three steps, each saved, evaluated before and after."""
-    return command(random_model, folder, "train.steps=3", "train.save_every=1", "eval.every=0")
+    """A run of three steps, each saved, evaluated before and after, and after the second."""
+    return command(random_model, folder, "train.steps=3", "train.save_every=1", "eval.every=2")
 
 
 def contents(run):

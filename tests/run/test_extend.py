@@ -101,7 +101,7 @@ def test_what_a_run_cannot_go_on_with(typed, says, short, tmp_path, errors_of):
 def test_a_refused_extension_leaves_no_trace(short, tmp_path, errors_of):
     run = copy(short, tmp_path)
     (run / "checkpoints" / "checkpoint-2" / "config.json").write_text("{}")
-    assert "no checkpoint is left to continue from" in errors_of("train", f"resume={run}", "train.steps=+1")
+    assert "checkpoint-2/config.json has 2 bytes" in errors_of("train", f"resume={run}", "train.steps=+1")
     assert not (run / "segments.jsonl").exists()
 
 
@@ -109,9 +109,9 @@ def test_a_learning_rate_that_falls_to_the_end_of_the_run_is_refused(short, tmp_
     run = copy(short, tmp_path)
     text = (run / "config.yaml").read_text()
     assert "schedule: constant" in text
-    (run / "config.yaml").write_text(text.replace("schedule: constant", "schedule: cosine"))
-    says = "(environment.json): train.schedule=cosine (was constant); put it back"
+    (run / "config.yaml").write_text(text.replace("seed: 0", "seed: 7"))
+    says = "(environment.json): seed=7 (was 0); put it back"
     assert says in errors_of("train", f"resume={run}", "train.steps=4")
-    (run / "environment.json").unlink()  # as if it had been started so
+    (run / "config.yaml").write_text(text.replace("schedule: constant", "schedule: cosine"))
     assert "train.schedule=cosine ends at step 2" in errors_of("train", f"resume={run}", "train.steps=4")
     assert not (run / "segments.jsonl").exists()

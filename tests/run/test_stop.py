@@ -20,7 +20,7 @@ from tests.run.test_processes import workers_of
 
 def small(random_model, folder):
     """A run of three steps, saved at its end alone."""
-    return command(random_model, folder, "train.steps=3", "train.save_every=100", "eval.every=0")
+    return command(random_model, folder, "train.steps=3", "train.save_every=100", "eval.every=2")
 
 
 def checkpoints(run):
