@@ -180,12 +180,13 @@ class _Tree:
         except BaseException as error:
             if _ends_the_process(error):
                 raise
-            failure: RolloutError = located(ProgramFailure, error)
-            if (of_model := _of_model(ctx)) is not None:
-                kind, when = of_model
-                traceback, failure = failure.traceback, kind(f"{when}: {failure}")
-                failure.traceback = traceback
-            raise failure from error
+            failure = located(ProgramFailure, error)
+            if (of_model := _of_model(ctx)) is None:
+                raise failure from error
+            kind, when = of_model
+            laid = kind(f"{when}: {failure}")
+            laid.traceback = failure.traceback
+            raise laid from error
         if prediction is None and (of_model := _of_model(ctx)) is not None:
             kind, when = of_model
             raise kind(f"the program returned None {when}")

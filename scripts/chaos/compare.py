@@ -98,7 +98,6 @@ CONTENTS: dict[str, Callable[[Path], Any]] = {
     "summary.json": _json_without("seconds", "finished"),
     "index.json": _json_without("build_seconds"),
     "complete.json": _json_without("files", "sha256"),
-    "extra.json": _json_without("run"),
     # transformers' account of progress, counted from where it was started
     "trainer_state.json": _json_without("epoch"),
     "rollouts.jsonl": lambda path: sorted(path.read_text(encoding="utf-8").splitlines()),

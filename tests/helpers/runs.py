@@ -244,7 +244,7 @@ def contents(run):
     summary = json.loads((run / "summary.json").read_text())
     kept = {name: value for name, value in summary.items() if name not in ("seconds", "finished")}
     same = [path for part in ("journal", "eval", "checkpoints") for path in sorted((run / part).rglob("*"))]
-    skipped = ("complete.json", "extra.json", "training_args.bin", "trainer_state.json")
+    skipped = ("complete.json", "training_args.bin", "trainer_state.json")
     data = {
         str(path.relative_to(run)): path.read_bytes() for path in same if path.is_file() and path.name not in skipped
     }
