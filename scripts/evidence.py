@@ -45,7 +45,7 @@ def record(folder: Path, also: Sequence[str] = ()) -> dict[str, Any]:
     def items(metric: str) -> dict[str, list[float]]:
         return {item["id"]: [item["metrics"][metric], after[item["id"]][metric]] for item in evaluations[0]}
 
-    digests = {line["file"]: line["sha256"] for line in read_jsonl(folder / "digests.jsonl")}
+    written = [path for below in ("journal", "eval") for path in sorted((folder / below).iterdir())]
     return {
         "command": shlex.join(environment["command"]),
         "machine": {name: environment[name] for name in ("cpu", "cores", "python")},
@@ -58,7 +58,7 @@ def record(folder: Path, also: Sequence[str] = ()) -> dict[str, Any]:
         "summary": {name: value for name, value in summary.items() if name not in ("facts", "what", "name")},
         "items": items(summary["main_metric"]),
         **{f"items/{metric}": items(metric) for metric in also},
-        "digests": digests,
+        "digests": {str(path.relative_to(folder)): digest(path) for path in written},
     }
 
 

@@ -11,14 +11,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from mmrl.errors import CheckpointError, ConfigError, unknown
+from mmrl.errors import MODEL_CAUSED, CheckpointError, ConfigError, unknown
 from mmrl.records import Forest
 from mmrl.report.journal import read_step
 from mmrl.report.overview import Item, Overview
 from mmrl.report.rundir import RunDir
 from mmrl.report.stats import FIRST, duration, number, short
 from mmrl.report.tables import Rows, facts_table, with_interval
-from mmrl.report.text import align, clean
+from mmrl.report.text import align, clean, filled
 from mmrl.report.trees import input_lines, render_example, shorten_prediction
 
 WORST = 10
@@ -27,6 +27,8 @@ CAUGHT = "parse failures caught"
 """Calls that could not be parsed and whose program went on: no failures of rollouts."""
 COLUMNS = 3
 """Metrics of a table of items."""
+LONGEST = 500
+"""Characters of a failure that is quoted."""
 
 
 def run_facts(overview: Overview) -> list[str]:
@@ -93,7 +95,14 @@ def item_rows(items: Sequence[Item], worst: int | None = None) -> tuple[str, Row
 
 def _items_text(items: Sequence[Item], width: int, worst: int | None = None) -> str:
     title, rows = item_rows(items, worst)
-    return f"{title}\n{align(rows, width=width)}"
+    return f"{title}\n{align(rows, width=width)}{_first_failure({item['id']: item for item in items}, width)}"
+
+
+def _first_failure(items: Mapping[str, Item], width: int) -> str:
+    """Return a line that quotes the first failure of named items that was not the model's doing; empty without one."""
+    failures = (f"{name}: {text}" for name, item in items.items() for text in item.get("messages") or ())
+    first = next(failures, "")
+    return first and "\n" + filled(f"the first failure that is not the model's, {first[:LONGEST]}", width)
 
 
 def _item_rows(head: str, items: Mapping[str, Item], names: Sequence[str]) -> Rows:
@@ -184,6 +193,7 @@ def _examples_table(run: RunDir, forest: Forest, step: int, width: int) -> str:
         items[clean(example)] = {
             "metrics": {"rollouts": len(rollouts), **reward_stats},
             "errors": [rollout.error for rollout in rollouts if rollout.error is not None],
+            "messages": [r.error_message for r in rollouts if r.error is not None and r.error not in MODEL_CAUSED],
             "predictions": [rollout.prediction for rollout in rollouts if rollout.prediction is not None],
             **({"caught_parse": caught[example]} if caught else {}),
         }
@@ -191,7 +201,8 @@ def _examples_table(run: RunDir, forest: Forest, step: int, width: int) -> str:
     key = example_key(forest.examples[0]) if forest.examples else "example=<id>"
     return (
         f"step {step}: {len(forest.examples)} examples, {len(forest.rollouts)} rollouts, {len(forest.calls)} calls\n"
-        f"{align(rows, width=width)}\n\none example's calls: mmrl show {run.typed} step={step} {key}"
+        f"{align(rows, width=width)}{_first_failure(items, width)}\n\n"
+        f"one example's calls: mmrl show {run.typed} step={step} {key}"
     )
 
 

@@ -52,9 +52,7 @@ def write_step(
     text = "".join(dumps(line) + "\n" for line in lines)
     # The fastest level and no time stamp: a journal costs little and equal steps give equal files.
     data = gzip.compress(text.encode(), compresslevel=1, mtime=0)
-    path = run.journal_path(forest.step if step is None else step, evaluation)
-    atomic_write(path, data)
-    run.ledger.note(path, data)
+    atomic_write(run.journal_path(forest.step if step is None else step, evaluation), data)
 
 
 class JournalWriter:

@@ -8,7 +8,7 @@ Part of `report`; used by `run` and the commands that read runs. Layout:
     journal/           every rollout and its      eval/           one line per item and evaluation
                        credit, a file per step    checkpoints/    the trainer's
     summary.json       before, after, verdict     report.html     for people
-    digests.jsonl      of journals, evaluations   run.lock        held while a process writes here
+    run.lock           held while a process writes here
     segments.jsonl     a line per `train.steps=+N` beside `resume=`; absent otherwise
 """
 
@@ -22,7 +22,6 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -43,7 +42,6 @@ from mmrl.system.files import (
     repair_jsonl,
     take_lock,
 )
-from mmrl.system.json_lines import LINES_DIFFER, Ledger, begins_with, cut, file_mark
 from mmrl.system.objects import is_given
 
 LOCK, SEGMENTS, EXAMPLES = "run.lock", "segments.jsonl", "examples.jsonl"
@@ -90,7 +88,6 @@ class RunDir:
         self.path = path
         self.metrics_path, self.report_path = path / "metrics.jsonl", path / "report.html"
         self.checkpoints = path / "checkpoints"
-        self.ledger = Ledger(path)
         self._noted: set[int] | None = None
         self._lock: int | None = None
 
@@ -146,7 +143,7 @@ class RunDir:
             folder.mkdir(exist_ok=True)
             remove_leftovers(folder)
         # Append-only files may end in half a line, which would join with the next.
-        for file in (run.metrics_path, run.ledger.path, run.path / SEGMENTS, run.path / EXAMPLES):
+        for file in (run.metrics_path, run.path / SEGMENTS, run.path / EXAMPLES):
             repair_jsonl(file)
         if command:
             facts = run.environment
@@ -337,46 +334,19 @@ class RunDir:
         """Write `summary.json`."""
         atomic_write(self.path / "summary.json", dumps(summary, indent=1) + "\n")
 
-    def recorded(self) -> JsonObject:
-        """Return the marks of the run's other files, which a checkpoint stores for `changed_since`."""
-        return {"metrics": file_mark(self.metrics_path), "digests": file_mark(self.ledger.path)}
-
-    def changed_since(self, record: Mapping[str, Any]) -> dict[Path, str]:
-        """Return the files that differ from a checkpoint's marks, and what is wrong with each.
-
-        Args:
-            record: `recorded()` at that step.
-        """
-        changed = {} if begins_with(self.metrics_path, record["metrics"]) else {self.metrics_path: LINES_DIFFER}
-        return changed | self.ledger.changed(record["digests"])
-
-    def truncate_after(self, step: int, record: Mapping[str, Any] | None = None) -> None:
-        """Delete metrics, journals and evaluations later than `step`: they will be computed again, bit-equal.
-
-        Args:
-            record: `recorded()` at that step; None where no checkpoint has one.
-        """
-        if record is None:
-            records = [record for line_step, record in self._metrics_lines() if line_step <= step]
-            # Written anew and renamed: a kill in between leaves the old file whole.
-            atomic_write(self.metrics_path, "".join(dumps(line) + "\n" for line in records))
-        else:
-            cut(self.metrics_path, record["metrics"])
-        self.ledger.cut(record["digests"] if record is not None else None)
+    def truncate_after(self, step: int) -> None:
+        """Delete metrics, journals and evaluations later than `step`: they will be computed again, bit-equal."""
+        records = [record for line_step, record in self._metrics_lines() if line_step <= step]
+        # Written anew and renamed: a kill in between leaves the old file whole.
+        atomic_write(self.metrics_path, "".join(dumps(line) + "\n" for line in records))
         for folder in ("journal", "eval"):
             for file in (self.path / folder).iterdir():
                 if (step_of(file) or 0) > step:
                     file.unlink()
 
     def forget_training(self) -> None:
-        """Delete everything that a run without a checkpoint has written but the evaluation before training.
-
-        Its metrics are computed again from its items, if those are what was written.
-        """
-        for path in self.ledger.changed(None):
-            if path.parent.name == "eval":
-                path.unlink(missing_ok=True)
-        self.metrics_path.unlink(missing_ok=True)
+        """Delete everything that a run without a checkpoint has written but the evaluation before training."""
+        self.metrics_path.unlink(missing_ok=True)  # the metrics of that one are computed again from its items
         self.truncate_after(0)
 
     # --- the lock

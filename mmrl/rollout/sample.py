@@ -165,10 +165,16 @@ class _Tree:
         except BaseException as error:
             if _ends_the_process(error):
                 raise
-            raise _raised(ctx, ProgramFailure, error) from error
+            failure = located(ProgramFailure, error)
+            if (of_model := _of_model(ctx)) is None:
+                raise failure from error
+            kind, when = of_model
+            laid = kind(f"{when}: {failure}")
+            laid.traceback = failure.traceback
+            raise laid from error
         if prediction is None and (of_model := _of_model(ctx)) is not None:
-            failure, when = of_model
-            raise failure(f"the program returned None {when}")
+            kind, when = of_model
+            raise kind(f"the program returned None {when}")
         return prediction
 
     async def _execute(self, ctx: RolloutContext, program: Program | None = None) -> Rollout:
@@ -203,7 +209,7 @@ class _Tree:
             except BaseException as error:
                 if _ends_the_process(error):
                     raise
-                raise _raised(ctx, RewardFailure, error) from error
+                raise located(RewardFailure, error) from error
         for event in ctx.events:
             if event.call is not None and event.call.id in score.turn_rewards:
                 event.call = replace(event.call, turn_reward=score.turn_rewards[event.call.id])
@@ -374,22 +380,11 @@ def _ends_the_process(error: BaseException) -> bool:
     return isinstance(error, KeyboardInterrupt | GeneratorExit)
 
 
-def _raised(ctx: RolloutContext, kind: type[RolloutError], error: BaseException) -> RolloutError:
-    """Return the failure that stands for an exception in the code of a program or its reward."""
-    failure = located(kind, error)
-    if (of_model := _of_model(ctx)) is None:
-        return failure
-    model_kind, when = of_model
-    laid = model_kind(f"{when}: {failure}")
-    laid.traceback = failure.traceback
-    return laid
-
-
 def _of_model(ctx: RolloutContext) -> tuple[type[RolloutError], str] | None:
     """Return the kind of failure that is laid to the model, and after what, if the program had nothing to go on with.
 
-    The program caught it, and then code that expects a value finds none. Laid to the program, a model that never parses
-    would be a broken program, and never trained.
+    The program caught it, and gave up. Laid to the program, a model that never parses would be a broken program, and
+    never trained. A reward that gets a prediction is to score it, whatever came before.
     """
     if ctx.unread:
         return ParseFailure, "after a reply that does not parse"

@@ -39,7 +39,6 @@ from mmrl.rollout.teachers import LoadedTeacher
 from mmrl.run.settle import WeightRunConfig, module_assignment
 from mmrl.stages import Stage
 from mmrl.stages.prompts.split import split
-from mmrl.system.files import plain
 from mmrl.system.ray_cluster import server_resources
 from mmrl.tasks import TASKS
 from mmrl.tasks.base import Task
@@ -207,10 +206,6 @@ def _tokens_without_weights(tokenizer: PreTrainedTokenizerBase, model: PreTraine
     )
 
 
-RECORD = "run"
-"""Key of `extra.json` in a checkpoint: what the run's config and other files were at its step."""
-
-
 def steps_of(config: StageConfig, task: Task) -> int:
     """Return the steps of a stage; of prompts about as many trials as an optimiser makes, 0 where it does not say."""
     if isinstance(config, WeightsConfig):
@@ -298,7 +293,6 @@ def _load_trainer(
 
     policy = Policy(base=config.model.path, modules=assignment.served, initial=initial)
     model, tokenizer, serving = load_policy(policy, config.model, config.hardware.device)
-    stored = plain(config.model_dump(mode="json"))  # without secrets
     trainer = MmrlTrainer(
         model,
         tokenizer,
@@ -306,11 +300,7 @@ def _load_trainer(
         output_dir=log.rundir.checkpoints,
         next_batch=lambda step: stage().next_batch(step),
         on_step_end=lambda step, update: stage().on_step_end(step, update),
-        extra=lambda step: {
-            **assignment.record(),
-            RECORD: {"config": stored, **log.rundir.recorded()},
-            **stage().recorded(),
-        },
+        extra=lambda step: {**assignment.record(), **stage().recorded()},
         adapters=make_adapters(assignment),
     )
     return trainer, tokenizer, serving

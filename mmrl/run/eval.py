@@ -10,12 +10,12 @@ from pathlib import Path
 from mmrl.config import EvalCommandConfig
 from mmrl.engines import needs_model
 from mmrl.engines.base import total_usage
-from mmrl.errors import StorageError, TooManyFailures, continue_with, failed_how, located, storage
+from mmrl.errors import CheckpointError, StorageError, TooManyFailures, continue_with, failed_how, located, storage
 from mmrl.models.merged import require_undamaged
 from mmrl.models.policy import Policy, describe_weights, is_shipped, other_task
 from mmrl.records import Example, Forest
 from mmrl.report.console import show_run
-from mmrl.report.journal import write_step
+from mmrl.report.journal import read_step, write_step
 from mmrl.report.rundir import RunDir
 from mmrl.run.build import build_task, check_policy, evaluated, evaluation_devices, fixed_engine, reward_set
 from mmrl.run.check import check_all, served
@@ -27,6 +27,7 @@ from mmrl.stages.evaluate import (
     evaluation_metrics,
     failed_kinds,
     infrastructure_failures,
+    read_items,
     too_many_failed,
     without_scores,
 )
@@ -97,19 +98,15 @@ def _items(
 
     settings = sampling_settings(config.eval, config.task)
     results = rundir.eval_path(policy.step or 0, config.split)
-    # Journal lines of items with an infrastructure failure stay; the repeated items are added to them.
-    _drop_damaged(rundir, config.split)
     rundir.note_examples(config.split, examples[: config.eval.items])
+    _require_journals(rundir, config.split, results)
+    # Journal lines of items with an infrastructure failure stay; the repeated items are added to them.
     repeated = drop_failed(results) > 0
-    if repeated:
-        rundir.ledger.note(results)
 
     def write_journal(chunk: int | None, forest: Forest) -> None:
         # Evaluated again, items get files after the last one, since those of other items are never rewritten.
         number = len(rundir.journal_steps(config.split)) if chunk is None else chunk
         write_step(rundir, forest, evaluation=config.split, step=number)
-        if results.exists():
-            rundir.ledger.note(results)
 
     gpus = evaluation_devices(config.hardware)
     fixed = fixed_engine(config, policy, rundir.path, config.policy, devices=gpus)
@@ -126,30 +123,25 @@ def _items(
                     write_journal,
                     again=repeated,
                 )
-                rundir.ledger.note(results)
             return items, engine.describe(), total_usage([engine, task])
         except (KeyboardInterrupt, StorageError) as error:
             continue_with(error, _resume(rundir.path))
             raise
 
 
-def _drop_damaged(rundir: RunDir, split: str) -> None:
-    """Drop items and journals if one of them is not as it was written; all are then evaluated again."""
-    changed = rundir.ledger.changed(None, grown=True)
-    for path, text in changed.items():
-        print(f"warning: {path} {text}; all items are evaluated again", file=sys.stderr)
-    if changed:
-        rundir.ledger.cut(None)
-        for path in [*rundir.path.glob(f"eval/step-*-{split}.jsonl"), *rundir.path.glob("journal/step-*.jsonl.gz")]:
-            path.unlink()
-        return
-    rundir.ledger.read()
-    # Journals are renamed into place as a whole, so a journal without a ledger line is intact and gets one.
-    journals = [rundir.journal_path(step, split) for step in rundir.journal_steps(split)]
-    if not all(map(rundir.ledger.has, journals)):
-        rundir.ledger.cut(None)
-        for path in journals:
-            rundir.ledger.note(path)
+def _require_journals(rundir: RunDir, split: str, results: Path) -> None:
+    """Refuse to continue an evaluation whose stored items are not all in a whole journal.
+
+    Raises:
+        CheckpointError: names the journal.
+    """
+    try:
+        forests = (read_step(rundir, step, evaluation=split)[0] for step in rundir.journal_steps(split))
+        journaled = {example for forest in forests for example in forest.examples}
+        if lost := [item["id"] for item in read_items(results) if item["id"] not in journaled]:
+            raise CheckpointError(f"{rundir.path}/journal: has no rollout of item {lost[0]}, which {results} has")
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; restore it from a copy, or evaluate in a new folder") from None
 
 
 def _resume(path: Path) -> str:

@@ -89,7 +89,6 @@ def export(request: ExportArguments) -> None:
     checkpoint = select_checkpoint(overview, request.checkpoint)
     policy = resolve(str(checkpoint))
     require_undamaged(policy, config.model)
-    _refuse_damage(run)
     if config.start is not None and (policy.adapter or policy.adapters):
         # Where the run that it started from lies now.
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": policy.base})})
@@ -142,13 +141,6 @@ def select_checkpoint(overview: Overview, text: str) -> Path:
     if step not in checkpoints:
         raise CheckpointError(f"{overview.run.path}: has no complete checkpoint of step {step} {available}")
     return checkpoints[step]
-
-
-def _refuse_damage(run: RunDir) -> None:
-    """Raises `CheckpointError` if the numbers that the card would show are not what the run wrote."""
-    for path, problem in run.ledger.changed(None, grown=True).items():
-        if path.parent.name == "eval":
-            raise CheckpointError(f"{path} {problem}; its numbers would stand in the model card, so restore it")
 
 
 def choose(policy: Policy, config: WeightRunConfig, request: ExportArguments, modules: Sequence[str]) -> Choice:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,18 +29,19 @@ from mmrl.config import (
     validate_stored,
 )
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, ProcessLost, continue_with, located, storage
-from mmrl.models.policy import damage, every_checkpoint
-from mmrl.report.rundir import RunDir, step_of
-from mmrl.run.build import RECORD, build_stage, build_task, check_model, evaluated, steps_of
+from mmrl.models.policy import every_checkpoint
+from mmrl.report.journal import read_step
+from mmrl.report.rundir import RunDir
+from mmrl.run.build import build_stage, build_task, check_model, evaluated, steps_of
 from mmrl.run.check import check_all
 from mmrl.run.doctor import check_before_training
 from mmrl.run.launch import must_start, released, start, wrapping
 from mmrl.run.ray_launch import start_on_ray
-from mmrl.run.settle import import_plugins, refuse_changes, refuse_edits, run_folder, settle, stored_config
+from mmrl.run.settle import import_plugins, refuse_edits, run_folder, settle, stored_config
 from mmrl.run.start import config_of_resumed, keep_start, started
 from mmrl.stages import Stage
 from mmrl.system import ray_cluster
-from mmrl.system.files import JsonObject, plain
+from mmrl.system.files import JsonObject, plain, read_jsonl
 from mmrl.system.json_lines import stored_lines
 from mmrl.system.processes import ALONE, Processes, join, launched, lost_a_process
 from mmrl.system.stop import stoppable
@@ -105,10 +106,10 @@ def begin(config: StageConfig, command: Sequence[str], resumed: bool = False) ->
 
 
 def _rewind(config: StageConfig, rundir: RunDir) -> Path | None:
-    """Restore a run's files to the checkpoint that it goes on from; None without one.
+    """Restore a run's files to the newest checkpoint, which it goes on from; None where no step was saved yet.
 
-    Prompts have none: their optimiser runs again from its seed, a store answers what it has had before, and the trials
-    that are in the history stay there.
+    Later steps are dropped, and done again to the same bits. Prompts have no checkpoint: their optimiser runs again
+    from its seed, a store answers what it has had before, and the trials that are in the history stay there.
     """
     # Data and servers may have changed since; its own folder is full by now, which must not count.
     with located(f"{rundir.path}/config.yaml: "):
@@ -122,9 +123,17 @@ def _rewind(config: StageConfig, rundir: RunDir) -> Path | None:
                 stored_lines(rundir.path / FOLDER / name, key)
             (rundir.path / "summary.json").unlink(missing_ok=True)
             return None
-        from mmrl.trainer.checkpoint import prune  # it imports torch, which a refused config need not wait for
+        from mmrl.trainer.checkpoint import prune, sweep  # it imports torch, which a refused config need not wait for
 
-        checkpoint = reread(plain(config.model_dump(mode="json")), config.train.steps, rundir)
+        sweep(rundir.checkpoints)
+        checkpoint = next(reversed(every_checkpoint(rundir.checkpoints)), None)
+        if checkpoint is None:
+            rundir.forget_training()
+            return None
+        _require_whole(config, rundir, checkpoint)
+        if step_number(checkpoint) < config.train.steps:
+            (rundir.path / "summary.json").unlink(missing_ok=True)  # of a run whose end is done again
+        rundir.truncate_after(step_number(checkpoint))
         prune(rundir.checkpoints, config.train.keep, config.train.saves_after)
         return checkpoint
 
@@ -146,9 +155,7 @@ def extended(folder: Path, steps_text: str) -> Iterator[None]:
         ConfigError: no such number, or a schedule that depends on it.
         CheckpointError: it is no training run, or another process has it.
     """
-    stored = stored_config(folder, WeightsConfig, reading=True)
-    refuse_edits(folder, stored)
-    config = stored.train
+    config = stored_config(folder, WeightsConfig, reading=True).train
     if not re.fullmatch(r"\+?[0-9]{1,9}", steps_text):
         raise ConfigError(f"train.steps: got '{steps_text}', expected +N (further steps) or a number of steps")
     steps = int(steps_text) + (config.steps if steps_text.startswith("+") else 0)
@@ -218,68 +225,38 @@ def _opened(
         yield rundir
 
 
-def reread(config: JsonObject, steps: int, rundir: RunDir) -> Path | None:
-    """Return the newest checkpoint that can be continued from, with the run's files as they were at its step.
-
-    What is damaged is named: a checkpoint gives way to the one before it, an evaluation that can be made again is.
-    Files of later steps are dropped, since those steps are done again.
-
-    Args:
-        config: the run's, as it would be stored now.
-        steps: `train.steps`.
-
-    Returns:
-        None where no step was saved yet.
+def _require_whole(config: WeightsConfig, rundir: RunDir, checkpoint: Path) -> None:
+    """Refuse a damaged checkpoint, and a run whose files do not hold each step up to it once.
 
     Raises:
-        CheckpointError: nothing is left to continue from, or the config is another one.
+        CheckpointError: names the file, and the checkpoints whose steps would be done again without it.
     """
-    from mmrl.trainer.checkpoint import saved_extra, set_aside, sweep, unusable
+    from mmrl.stages.evaluate import read_items
+    from mmrl.trainer.checkpoint import unusable
 
-    refused: list[Path] = []
-    problems: list[str] = []
-    sweep(rundir.checkpoints)
-    for checkpoint in reversed(every_checkpoint(rundir.checkpoints)):
-        step, fault = step_number(checkpoint), unusable(checkpoint)
-        record = {} if fault else saved_extra(checkpoint).get(RECORD, {})
-        changed: dict[Path, str] = {}
-        moved: list[str] = []
-        if record:
-            # A folder with the run that this one started from may have been moved as a whole; its content was compared.
-            places = ("start.run", "model.path", "model.revision", "task.prompts") if config.get("start") else ()
-            moved = refuse_changes(rundir, record["config"], config, f"{checkpoint.name} was made with", places)
-            changed = rundir.changed_since(record)
-        # The weights before training are there before the checkpoint is loaded, those of the last step after it.
-        evaluated = {0, step} if step == steps else {0}
-        repeated = [path for path in changed if path.parent.name == "eval" and step_of(path) in evaluated]
-        problems += [fault] if fault else [f"{path} {text}" for path, text in changed.items() if path not in repeated]
-        if not fault and len(repeated) == len(changed):
-            break
-        refused.append(checkpoint)
-    else:
-        if refused:
-            raise CheckpointError(
-                f"{'; '.join(dict.fromkeys(problems))}, so that no checkpoint is left to continue from; restore what "
-                f"is named from a copy, or delete {rundir.checkpoints} to train again from step 1"
-            )
-        rundir.forget_training()
-        return None
-    for problem in dict.fromkeys(problems):
-        print(f"warning: {problem}; continuing from {checkpoint.name}", file=sys.stderr)
-    for older in reversed(every_checkpoint(rundir.checkpoints)):
-        if step_number(older) < step and (fault := damage(older)):
-            print(f"warning: {fault}; {checkpoint.name} is whole, so it is not needed", file=sys.stderr)
-    if moved:
-        print(f"warning: {rundir.path}/config.yaml: since {checkpoint.name}: {', '.join(moved)}", file=sys.stderr)
-    for path in repeated:
-        print(f"warning: {path} {changed[path]}; it is evaluated again", file=sys.stderr)
-        path.unlink(missing_ok=True)
-    for path in refused:
-        set_aside(path)
-    if step < steps:
-        (rundir.path / "summary.json").unlink(missing_ok=True)  # of a run whose end is done again
-    rundir.truncate_after(step, record or None)
-    return checkpoint
+    split, done = config.eval.split, step_number(checkpoint)
+    step = done
+    try:
+        if fault := unusable(checkpoint):
+            raise CheckpointError(fault)
+        step = 1
+        history = {record["step"]: record for record in rundir.history()}
+        lines = Counter(line["step"] for line in read_jsonl(rundir.metrics_path) if "time/step" in line)
+        for step in range(1, done + 1):
+            if lines[step] != 1:
+                raise CheckpointError(f"{rundir.metrics_path}: has {lines[step]} lines of step {step}, expected 1")
+            if config.kind.credit and read_step(rundir, step)[0].step != step:
+                raise CheckpointError(f"{rundir.journal_path(step)}: is of another step")
+            # Those before training and after the last step are read again, and completed, by the stage.
+            if step < config.train.steps and f"eval/{split}/reward" in history[step]:
+                results, items = rundir.eval_path(step, split), history[step][f"eval/{split}/n"]
+                if (count := len(read_items(results))) != items:
+                    raise CheckpointError(f"{results}: has {count} items, expected {items:.0f}")
+    except MmrlError as error:
+        raise CheckpointError(
+            f"{error}; restore it from a copy, or delete the checkpoints from step {step} on, and the run does those "
+            "steps again"
+        ) from None
 
 
 def step_number(checkpoint: Path | None) -> int:

@@ -167,39 +167,10 @@ def config_changes(stored: Mapping[str, object], current: Mapping[str, object]) 
     }
 
 
-def refuse_changes(
-    run: RunDir, stored: Mapping[str, object], current: Mapping[str, object], origin: str, moved: Sequence[str] = ()
-) -> list[str]:
-    """Compare the config of a run with an earlier copy.
-
-    Args:
-        origin: of the copy: `checkpoint-3 was made with`.
-        moved: keys of what may lie elsewhere now.
-
-    Returns:
-        Changes of machine and servers, which a user may make.
-
-    Raises:
-        CheckpointError: any other change.
-    """
-    changes = config_changes(stored, current)
-    # A run that was extended has checkpoints of earlier segments, whose steps it knows.
-    if "train.steps" in changes and changes["train.steps"][0] in run.planned_steps:
-        changes.pop("train.steps")
-    texts = {path: f"{path}={new} (was {old})" for path, (old, new) in changes.items()}
-    allowed = [
-        path for path in texts if path.startswith("hardware.") or path.rpartition(".")[2] in _SERVERS or path in moved
-    ]
-    if refused := [text for path, text in texts.items() if path not in allowed]:
-        raise CheckpointError(
-            f"{run.path}/config.yaml: is not the config that {origin}: {', '.join(refused)}; "
-            "put it back, or start a new run"
-        )
-    return [texts[path] for path in allowed]
-
-
 def refuse_edits(folder: Path, config: RootConfig) -> None:
     """Refuse to continue a run whose config is not the one that it was started with.
+
+    Another machine or another address of a server, which a user may choose, is named in a line on stderr.
 
     Raises:
         CheckpointError: it is another.
@@ -211,9 +182,20 @@ def refuse_edits(folder: Path, config: RootConfig) -> None:
     if not isinstance(copy := facts["config"], dict):
         raise CheckpointError(f"{folder}/environment.json: config: holds no settings; restore it")
     with located(f"{folder}/environment.json: config: "):
-        # The content of what the run started from is compared later (`config_of_resumed`).
-        origin, current = "the run was started with (environment.json)", config.model_dump(mode="json")
-        refuse_changes(run, copy, current, origin, moved=("start.run",))
+        changes = config_changes(copy, config.model_dump(mode="json"))
+    # The steps of a run that was extended are known.
+    if "train.steps" in changes and changes["train.steps"][0] in run.planned_steps:
+        changes.pop("train.steps")
+    changes.pop("start.run", None)  # it may have moved: its content is compared later (`config_of_resumed`)
+    texts = {path: f"{path}={new} (was {old})" for path, (old, new) in changes.items()}
+    allowed = [path for path in texts if path.startswith("hardware.") or path.rpartition(".")[2] in _SERVERS]
+    if refused := [text for path, text in texts.items() if path not in allowed]:
+        raise CheckpointError(
+            f"{folder}/config.yaml: is not the config that the run was started with (environment.json): "
+            f"{', '.join(refused)}; put it back, or start a new run"
+        )
+    if texts:
+        print(f"warning: {folder}/config.yaml: since the start: {', '.join(texts.values())}", file=sys.stderr)
 
 
 def weight_run(path: Path) -> tuple[RunDir, WeightRunConfig]:

@@ -191,7 +191,6 @@ class Evaluations:
             if too_many_failed(items, self.settings):
                 results.unlink()
             else:
-                self.log.rundir.ledger.note(results)
                 self.log.rundir.note_examples(self.settings.split, self.examples[: self.settings.items])
         return items
 

@@ -292,11 +292,9 @@ def repair_jsonl(path: Path) -> None:
         atomic_write(path, data[: data.rfind(b"\n") + 1])
 
 
-def digest(path: Path, size: int | None = None) -> str:
-    """Return the SHA-256 of a file's content, or of its first `size` bytes, as hexadecimal digits."""
+def digest(path: Path) -> str:
+    """Return the SHA-256 of a file's content, as hexadecimal digits."""
     with named(path), open(path, "rb") as file:
-        if size is not None:
-            return hashlib.sha256(file.read(size)).hexdigest()
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -311,24 +309,21 @@ def digests(paths: Sequence[Path]) -> list[str]:
     return map_threaded(digest, paths)
 
 
-def differences(files: Mapping[Path, tuple[int, str | None]], grown: bool = False) -> dict[Path, str]:
+def differences(files: Mapping[Path, tuple[int, str | None]]) -> dict[Path, str]:
     """Return the files that differ from what was written, and how each differs.
 
     Args:
         files: file -> its bytes and SHA-256 then; None: its size alone is compared.
-        grown: True if a file may have more content after that.
     """
 
     def difference(path: Path) -> str:
         size, sha256 = files[path]
         if not path.is_file():
             return "is missing"
-        current_size = path.stat().st_size
-        if current_size < size or (current_size > size and not grown):
+        if (current_size := path.stat().st_size) != size:
             return f"has {current_size:,} bytes, not the {size:,} that were written"
         # A torn write often has the right size: file systems extend a file before its blocks are there.
-        unchanged = sha256 is None or digest(path, size if current_size > size else None) == sha256
-        return "" if unchanged else "has not the content that was written"
+        return "" if sha256 is None or digest(path) == sha256 else "has not the content that was written"
 
     texts = map_threaded(difference, files)
     return {path: text for path, text in zip(files, texts, strict=True) if text}

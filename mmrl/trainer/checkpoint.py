@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 
 _LEFTOVER = re.compile(r"\.(writing|removing)-checkpoint-\d+")
 _PICKLED = re.compile(r"(optimizer|scheduler|scaler)\.pt|rng_state(_\d+)?\.pth")
-_ASIDE = ".damaged-"
 
 
 def save(
@@ -173,12 +172,6 @@ def prune(folder: Path, keep: int, due: Callable[[int], bool] = lambda step: Tru
     for path in every_checkpoint(folder):
         if path not in staying:
             _remove(path)
-    # What was set aside has been made again.
-    newest = checkpoint_step(complete[-1]) if complete else None
-    for path in folder.glob(f"{_ASIDE}checkpoint-*"):
-        step = checkpoint_step(path.with_name(path.name.removeprefix(_ASIDE)))
-        if newest is not None and step is not None and step <= newest:
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def unusable(path: Path) -> str:
@@ -210,13 +203,6 @@ def saved_extra(path: Path) -> JsonObject:
     """Return the record that `save` stored in a checkpoint; empty where nothing."""
     file = path / EXTRA
     return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
-
-
-def set_aside(path: Path) -> None:
-    """Take a checkpoint that cannot be used out of the way; it goes when its step is saved again."""
-    target = path.with_name(f"{_ASIDE}{path.name}")
-    shutil.rmtree(target, ignore_errors=True)
-    os.rename(path, target)
 
 
 def sweep(folder: Path) -> None:

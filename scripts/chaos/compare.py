@@ -98,11 +98,8 @@ CONTENTS: dict[str, Callable[[Path], Any]] = {
     "summary.json": _json_without("seconds", "finished"),
     "index.json": _json_without("build_seconds"),
     "complete.json": _json_without("files", "sha256"),
-    "extra.json": _json_without("run"),
     # transformers' account of progress, counted from where it was started
     "trainer_state.json": _json_without("epoch"),
-    # By file: a digest that is recorded twice is the same.
-    "digests.jsonl": lambda path: {line["file"]: (line["bytes"], line["sha256"]) for line in _lines(path)},
     "rollouts.jsonl": lambda path: sorted(path.read_text(encoding="utf-8").splitlines()),
     "config.yaml": _config,
 }

@@ -67,6 +67,10 @@ class Strict(Twice):
 
 def exact(example, prediction, trace=None):
     return float(prediction.answer == example.gold)
+
+
+def broken(example, prediction, trace=None):
+    raise KeyError("a name of mine")
 '''
 GOOD, LONG, PLAIN = filled(answer="a"), filled(answer="too long"), "nothing of the kind"
 WRONG = filled(answer="b")
@@ -153,7 +157,7 @@ def by_dspy(programs, name, records):
     return [score for *_, score in result.results], reply.asked
 
 
-def by_mmrl(name, folder, records):
+def by_mmrl(name, folder, records, metric="exact", code=0):
     """The same of `mmrl eval`."""
     saved(folder / "dev.jsonl", records)
     reply = Replies(SCRIPTS[name])
@@ -165,9 +169,9 @@ def by_mmrl(name, folder, records):
     with serving(serve) as (url, _):
         words = ["eval", "engine=openai", "policy=scripted", "task=dspy", "split=dev"]
         words += [f"engine.endpoint.url={url}", "engine.endpoint.key_env=null"]
-        words += [f"task.program=resilient:{name}", "task.metric=resilient:exact", "task.inputs=[question]"]
+        words += [f"task.program=resilient:{name}", f"task.metric=resilient:{metric}", "task.inputs=[question]"]
         words += ["task.data.dev=dev.jsonl", "eval.parse_retries=0", "hardware.threads=1", f"run.dir={name}"]
-        assert main(words) == 0
+        assert main(words) == code
     items = RunDir.read(folder / name).eval_path(0, "dev").read_text(encoding="utf-8").splitlines()
     scores = {item["id"]: item["metrics"]["score"] for item in map(json.loads, items)}
     return [scores[record["id"]] for record in records], reply.asked
@@ -182,6 +186,18 @@ def test_scores_are_those_of_dspys_own_evaluation(name, programs, tmp_path, caps
     assert 0.0 in expected and 1.0 in expected
     assert by_mmrl(name, tmp_path, records) == (expected, asked)
     assert "replies that do not parse were caught by the program" in capsys.readouterr().out
+
+
+def test_a_metric_that_raises_is_its_own_failure_whatever_the_replies_were(programs, tmp_path, capsys):
+    records = [{"id": f"i{n}", "question": f"question{n}.", "gold": "a"} for n in range(len(SCRIPTS["Fallback"]))]
+    by_mmrl("Fallback", tmp_path, records, metric="broken", code=1)
+    run = RunDir.read(tmp_path / "Fallback")
+    assert run.summary["metrics"]["failed/reward"] == 1.0 and run.summary["metrics"]["model_failed"] == 0
+    raised = "KeyError: 'a name of mine' (resilient.py, line "
+    assert raised in capsys.readouterr().err
+    assert main(["show", str(run.path)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"the first failure that is not the model's, i0: {raised}" in said
 
 
 class Noting(dspy.Module):
@@ -282,18 +298,18 @@ def strict_metric(prediction):
     ("how", "error", "message"),
     [
         ("value", None, ""),
+        ("odd", "reward", "ValueError: an odd answer (tests/dspy/test_caught_failures.py, line "),
         ("reraises", "parse", "output fields missing: answer"),
         ("again", "parse", "output fields missing: answer"),
         ("none", "parse", "the program returned None after a reply that does not parse"),
         ("raises", "parse", "after a reply that does not parse: KeyError: 'no answer'"),
         ("wraps", "parse", "after a reply that does not parse: RuntimeError: gave up"),
-        ("odd", "parse", "after a reply that does not parse: ValueError: an odd answer"),
     ],
 )
 def test_how_a_rollout_ends_after_a_caught_failure(how, error, message):
     forest, _ = run_program(Ends(how), answer=lambda request: "no", reward=strict_metric, failure_score=-0.25)
     (rollout,) = forest.rollouts
-    assert (rollout.error, rollout.reward) == (error, 1.0 if error is None else -0.25)
+    assert (rollout.error, rollout.reward) == (error, {None: 1.0, "reward": None, "parse": -0.25}[error])
     assert rollout.error_message.startswith(message)
     assert not any(call.ok for call in forest.calls.values()) and forest.calls
 

@@ -235,17 +235,16 @@ def numbers(run_dir):
 
 
 def saved_each_step(random_model, folder):
-    """A run of three steps, each saved, evaluated before and after."""
-    return command(random_model, folder, "train.steps=3", "train.save_every=1", "eval.every=0")
+    """A run of three steps, each saved, evaluated before and after, and after the second."""
+    return command(random_model, folder, "train.steps=3", "train.save_every=1", "eval.every=2")
 
 
 def contents(run):
     """What an interrupted run shares with an uninterrupted one, bit for bit."""
     summary = json.loads((run / "summary.json").read_text())
     kept = {name: value for name, value in summary.items() if name not in ("seconds", "finished")}
-    parts = ("journal", "eval", "digests.jsonl", "checkpoints")
-    same = [path for part in parts for path in sorted((run / part).rglob("*"))] + [run / "digests.jsonl"]
-    skipped = ("complete.json", "extra.json", "training_args.bin", "trainer_state.json")
+    same = [path for part in ("journal", "eval", "checkpoints") for path in sorted((run / part).rglob("*"))]
+    skipped = ("complete.json", "training_args.bin", "trainer_state.json")
     data = {
         str(path.relative_to(run)): path.read_bytes() for path in same if path.is_file() and path.name not in skipped
     }

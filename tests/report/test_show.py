@@ -72,6 +72,9 @@ def test_the_examples_of_a_step(run):
     assert lines[0] == "step 40: 3 examples, 6 rollouts, 10 calls"
     (cells,) = [line.split() for line in lines if line.lstrip().startswith("q2")]
     assert cells[:6] == ["q2", "3", "0.500", "0.000", "1.000", "tool"]
+    assert "the first failure that is not the model's, q2: retriever down" in lines, (
+        "not q1's reply that does not parse"
+    )
 
 
 def test_the_tree_of_an_example(run):

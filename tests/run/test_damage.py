@@ -1,4 +1,4 @@
-"""A run that was killed at its end, or whose files have changed: completed, continued from before, or refused."""
+"""A run that was killed at its end, or whose files are damaged: completed, or refused by a line that names the file."""
 
 import json
 import os
@@ -10,12 +10,9 @@ import torch
 
 from mmrl.cli import main
 from mmrl.config import TrainCommandConfig
-from mmrl.report.rundir import RunDir
-from mmrl.run.session import reread
 from mmrl.run.settle import stored_config
 from mmrl.sets.sweep import job_state
-from mmrl.trainer import checkpoint
-from tests.helpers.runs import EVAL, change_config, contents, flip, forge
+from tests.helpers.runs import EVAL, change_config, contents, flip, forge, numbers
 
 
 @pytest.fixture
@@ -27,12 +24,22 @@ def run(whole, tmp_path):
     return tmp_path / "run"
 
 
-def chosen(run):
-    """The checkpoint that a resume takes."""
-    with RunDir.open(run) as rundir:
-        config = stored_config(run, TrainCommandConfig)
-        found = reread(config.model_dump(mode="json"), config.train.steps, rundir)
-    return found and found.name
+def files_of(run):
+    """What is in a run directory but a note of each start."""
+    return {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name not in ("environment.json", "run.lock")}
+
+
+@pytest.fixture
+def refused(run, errors_of):
+    """Resume the run, which is refused in one line and left as it is; gives that line."""
+
+    def resume():
+        before = files_of(run)
+        (line,) = errors_of("train", f"resume={run}").splitlines()
+        assert files_of(run) == before
+        return line
+
+    return resume
 
 
 @pytest.mark.parametrize("left", [("report.html",), ("summary.json", "report.html")], ids=["report", "both"])
@@ -86,34 +93,21 @@ CHECKPOINT = {
 
 
 @pytest.mark.parametrize("kind", CHECKPOINT)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(kind, run, capsys):
+def test_a_damaged_checkpoint_is_refused(kind, run, refused):
     name, damage = CHECKPOINT[kind]
     damage(run / "checkpoints" / "checkpoint-3" / name)
-    assert chosen(run) == "checkpoint-2"
-    (line,) = capsys.readouterr().err.splitlines()
+    line = refused()
     said = "cannot be read" if "broken" in kind else ""
-    assert f"checkpoint-3/{name} {said}" in line and line.endswith("continuing from checkpoint-2")
-    assert [record["step"] for record in RunDir.read(run).history()] == [0, 1, 2]
-    assert RunDir.read(run).journal_steps() == [1, 2]
-    shown = sorted(path.name for path in (run / "checkpoints").iterdir())
-    assert shown == [".damaged-checkpoint-3", "checkpoint-2"]
+    assert f"checkpoint-3/{name} {said}" in line
+    assert "restore it from a copy, or delete the checkpoints from step 3 on" in line
 
 
-def test_a_run_continued_from_the_checkpoint_before_ends_as_the_whole_one(run, whole):
+def test_a_run_without_its_damaged_checkpoint_goes_on_from_the_one_before_and_ends_as_the_whole_one(run, whole):
     flip(run / "checkpoints" / "checkpoint-3" / "model.safetensors")
+    shutil.rmtree(run / "checkpoints" / "checkpoint-3")
     assert main(["train", f"resume={run}"]) == 0
     # checkpoint-1 is not there to be kept; the two newest are.
     assert contents(run) == contents(whole)
-
-
-def test_without_another_checkpoint_a_damaged_one_is_refused(run, errors_of):
-    for step in (2, 3):
-        flip(run / "checkpoints" / f"checkpoint-{step}" / "optimizer.pt")
-    before = sorted(run.rglob("*"))
-    (line,) = errors_of("train", f"resume={run}").splitlines()
-    assert "checkpoint-3/optimizer.pt has not the content that was written" in line
-    assert "checkpoint-2/optimizer.pt" in line and "restore what is named from a copy, or delete" in line
-    assert sorted(run.rglob("*")) == before
 
 
 RAN = []
@@ -125,16 +119,15 @@ class Command:
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "rng_state.pth", "scheduler.pt"])
-def test_a_pickle_that_wants_to_run_a_command_is_refused(name, run, capsys):
+def test_a_pickle_that_wants_to_run_a_command_is_refused(name, run, refused):
     path = run / "checkpoints" / "checkpoint-3"
     torch.save(Command(), path / name)
     forge(path)
-    assert chosen(run) == "checkpoint-2"
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"checkpoint-3/{name} cannot be read (UnpicklingError: it holds more than weights)" in line
+    assert f"checkpoint-3/{name} cannot be read (UnpicklingError: it holds more than weights)" in refused()
+    (path / name).write_bytes(pickle.dumps(Command()))
+    forge(path)
+    assert f"checkpoint-3/{name} cannot be read" in refused()
     assert not RAN
-    (path.parent / ".damaged-checkpoint-3" / name).write_bytes(pickle.dumps(Command()))
-    assert "cannot be read" in checkpoint.unusable(path.parent / ".damaged-checkpoint-3") or not RAN
 
 
 def without_line(path, number=1):
@@ -147,62 +140,72 @@ def doubled_line(path, number=1):
     path.write_bytes(b"".join([*lines[: number + 1], *lines[number:]]))
 
 
-OTHERS = {
-    "a lost line of metrics": ("metrics.jsonl", without_line),
-    "a doubled line of metrics": ("metrics.jsonl", doubled_line),
-    "no metrics": ("metrics.jsonl", os.unlink),
-    "a truncated journal": ("journal/step-000001.jsonl.gz", lambda path: os.truncate(path, 100)),
-    "a missing journal": ("journal/step-000002.jsonl.gz", os.unlink),
-    "a changed journal": ("journal/step-000001.jsonl.gz", flip),
-    "a changed ledger": ("digests.jsonl", lambda path: flip(path, 20)),
+def of_another_step(path):
+    shutil.copy(path.with_name("step-000003.jsonl.gz"), path)
+
+
+RECORD = {
+    "a lost line of metrics": ("metrics.jsonl", without_line, "has 0 lines of step 1", 1),
+    "a doubled line of metrics": ("metrics.jsonl", lambda path: doubled_line(path, 2), "has 2 lines of step 2", 2),
+    "no metrics": ("metrics.jsonl", os.unlink, "has 0 lines of step 1", 1),
+    "a line of metrics that is none": (
+        "metrics.jsonl",
+        lambda path: change(path, '"step":2,', '"step":2;'),
+        ":3: got",
+        1,
+    ),
+    "a truncated journal": ("journal/step-000001.jsonl.gz", lambda path: os.truncate(path, 100), "damaged journal", 1),
+    "a flipped bit of a journal": ("journal/step-000003.jsonl.gz", flip, "damaged journal", 3),
+    "a missing journal": ("journal/step-000002.jsonl.gz", os.unlink, "no journal of step 2", 2),
+    "a journal in another's place": ("journal/step-000002.jsonl.gz", of_another_step, "is of another step", 2),
+    "a lost item": ("eval/step-000002-dev.jsonl", without_line, "has 3 items, expected 4", 2),
+    "an item that is none": ("eval/step-000002-dev.jsonl", lambda path: flip(path, 0), ":1: got", 2),
+    "no items": ("eval/step-000002-dev.jsonl", os.unlink, "has 0 items, expected 4", 2),
 }
 
 
-@pytest.mark.parametrize("kind", OTHERS)
-def test_a_file_that_no_checkpoint_agrees_with_is_refused(kind, run, errors_of):
-    name, damage = OTHERS[kind]
+@pytest.mark.parametrize("kind", RECORD)
+def test_a_run_without_the_whole_record_of_its_steps_is_refused(kind, run, refused):
+    name, damage, says, step = RECORD[kind]
     damage(run / name)
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "environment.json"}
-    (line,) = errors_of("train", f"resume={run}").splitlines()
-    assert f"{run / name} " in line and "restore what is named from a copy" in line
-    after = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "environment.json"}
-    assert after == before, "nothing is lost by being refused"
+    line = refused()
+    assert says in line and (f"{run / name}" in line or f"{run}: {says}" in line)
+    assert f"restore it from a copy, or delete the checkpoints from step {step} on" in line
 
 
-def test_what_was_lost_after_an_earlier_checkpoint_is_made_again_from_there(run, capsys):
-    without_line(run / "metrics.jsonl", 3)
-    assert chosen(run) == "checkpoint-2"
-    assert "metrics.jsonl has lost or changed lines from before the checkpoint" in capsys.readouterr().err
+def test_steps_after_a_lost_one_are_done_again_once_their_checkpoints_are_deleted(run, whole):
     (run / "journal" / "step-000003.jsonl.gz").write_bytes(b"x")
-    assert chosen(run) == "checkpoint-2" and not capsys.readouterr().err
+    without_line(run / "metrics.jsonl", 3)
+    shutil.rmtree(run / "checkpoints" / "checkpoint-3")
+    assert main(["train", f"resume={run}"]) == 0
+    assert contents(run) == contents(whole)
 
 
 @pytest.mark.parametrize("step", [0, 3])
-@pytest.mark.parametrize("damage", [without_line, doubled_line, lambda path: flip(path, 60)])
-def test_an_evaluation_is_made_again_where_its_weights_are_there(step, damage, run, whole, capsys):
-    damage(run / "eval" / f"step-{step:06d}-dev.jsonl")
-    assert chosen(run) == "checkpoint-3"
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"eval/step-{step:06d}-dev.jsonl has" in line and line.endswith("it is evaluated again")
-    if damage is without_line:
-        assert main(["train", f"resume={run}"]) == 0
+@pytest.mark.parametrize("damage", [os.unlink, without_line, doubled_line, lambda path: os.truncate(path, 60)])
+def test_an_evaluation_whose_weights_are_there_is_completed(step, damage, run, whole):
+    name = f"eval/step-{step:06d}-dev.jsonl"
+    damage(run / name)
+    assert main(["train", f"resume={run}"]) == 0
+    if damage is without_line:  # evaluated without the others, an item may differ in its last bits, and comes last
+        ids = [[json.loads(line)["id"] for line in (one / name).read_bytes().splitlines()] for one in (run, whole)]
+        assert ids[0] == [ids[1][0], *ids[1][2:], ids[1][1]] and numbers(run) == numbers(whole)
+    else:
         assert contents(run) == contents(whole)
 
 
-def test_a_changed_config_is_refused_unless_it_says_where_the_run_runs(run, capsys, errors_of):
+def test_a_changed_config_is_refused_unless_it_says_where_the_run_runs(run, capsys, refused, monkeypatch):
     path = run / "config.yaml"
+    monkeypatch.setattr("mmrl.run.session.session", lambda *args: 0)
     change_config(run, run={"name": "another"})
-    assert chosen(run) == "checkpoint-3" and not capsys.readouterr().err
+    assert main(["train", f"resume={run}"]) == 0 and not capsys.readouterr().err
     change_config(run, hardware={"threads": 2})
-    assert chosen(run) == "checkpoint-3"
-    assert f"warning: {path}: since checkpoint-3: hardware.threads=2 (was 1)" in capsys.readouterr().err
+    assert main(["train", f"resume={run}"]) == 0
+    assert capsys.readouterr().err == f"warning: {path}: since the start: hardware.threads=2 (was 1)\n"
     change_config(run, seed=7)
-    (line,) = errors_of("train", f"resume={run}").splitlines()
+    line = refused()
     origin = "the run was started with (environment.json)"
     assert f"{path}: is not the config that {origin}: seed=7 (was 0); put it back" in line
-    # A run of an earlier version has no copy there.
-    (run / "environment.json").unlink()
-    assert f"{path}: is not the config that checkpoint-3 was made with: seed=7" in errors_of("train", f"resume={run}")
 
 
 def test_settings_that_the_rules_refuse_are_named_with_their_file(run, errors_of):
@@ -249,11 +252,10 @@ def test_a_damaged_checkpoint_is_not_evaluated(run, tmp_path, errors_of):
     assert "checkpoint-3/model.safetensors has not the content that was written" in said
 
 
-def test_a_damaged_older_checkpoint_is_named_and_the_newest_taken(run, capsys):
+def test_a_damaged_older_checkpoint_is_not_needed(run, whole):
     flip(run / "checkpoints" / "checkpoint-2" / "model.safetensors")
-    assert chosen(run) == "checkpoint-3"
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "checkpoint-2/model.safetensors has not the content" in line and "not needed" in line
+    assert main(["train", f"resume={run}"]) == 0
+    assert numbers(run) == numbers(whole)
 
 
 @pytest.fixture(scope="module")
@@ -263,29 +265,43 @@ def evaluation(random_model, tmp_path_factory):
     return folder
 
 
+ITEMS, JOURNAL = "eval/step-000000-dev.jsonl", "journal/step-000000-eval-dev.jsonl.gz"
+
+
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
-        ("eval/step-000000-dev.jsonl", without_line),
-        ("eval/step-000000-dev.jsonl", doubled_line),
-        ("eval/step-000000-dev.jsonl", lambda path: flip(path, 60)),
-        ("journal/step-000000-eval-dev.jsonl.gz", flip),
+        (ITEMS, lambda path: without_line(path, 3)),
+        (ITEMS, lambda path: os.truncate(path, 60)),
+        (ITEMS, os.unlink),
         ("summary.json", os.unlink),
-        ("digests.jsonl", os.unlink),
-        ("digests.jsonl", lambda path: without_line(path, 0)),
     ],
 )
-def test_what_is_missing_or_damaged_of_an_evaluation_is_made_again(name, damage, evaluation, tmp_path, capsys):
+def test_what_is_missing_of_an_evaluation_is_made_again(name, damage, evaluation, tmp_path):
     folder = tmp_path / "eval"
     shutil.copytree(evaluation, folder)
     damage(folder / name)
     assert main(["eval", f"resume={folder}"]) == 0
-    shown = capsys.readouterr().err
-    silent = name in ("summary.json", "digests.jsonl")
-    assert silent or (f"{folder / name} has" in shown and "all items are evaluated again" in shown)
-    results = ("eval/step-000000-dev.jsonl", "journal/step-000000-eval-dev.jsonl.gz")
-    for file in ("summary.json", "digests.jsonl", *results):
+    for file in ("summary.json", ITEMS, JOURNAL):
         assert (folder / file).read_bytes() == (evaluation / file).read_bytes(), file
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "says"),
+    [
+        (ITEMS, lambda path: flip(path, 0), f"{ITEMS}:1: got"),
+        (JOURNAL, flip, f"{JOURNAL}: damaged journal"),
+        (JOURNAL, lambda path: os.truncate(path, 90), f"{JOURNAL}: damaged journal"),
+        (JOURNAL, os.unlink, "journal: has no rollout of item "),
+    ],
+)
+def test_an_evaluation_with_a_damaged_file_is_refused(name, damage, says, evaluation, tmp_path, errors_of):
+    folder = tmp_path / "eval"
+    shutil.copytree(evaluation, folder)
+    damage(folder / name)
+    before = files_of(folder)
+    assert f"error: {folder}/{says}" in errors_of("eval", f"resume={folder}")
+    assert files_of(folder) == before
 
 
 def test_a_changed_config_of_an_evaluation_is_refused_unless_it_says_where_it_runs(evaluation, tmp_path, capsys):
@@ -300,14 +316,7 @@ def test_a_changed_config_of_an_evaluation_is_refused_unless_it_says_where_it_ru
     assert f"{folder}/config.yaml: {says}" in capsys.readouterr().err
 
 
-def test_no_checkpoint_at_all_begins_again(run):
+def test_no_checkpoint_at_all_begins_again(run, whole):
     shutil.rmtree(run / "checkpoints")
-    assert chosen(run) is None
-    # The metrics of step 0 are computed again from the items, which are what was written.
-    assert RunDir.read(run).history() == [] and RunDir.read(run).eval_path(0, "dev").exists()
-
-
-def test_an_evaluation_before_any_checkpoint_is_made_again_when_it_is_damaged(run):
-    shutil.rmtree(run / "checkpoints")
-    without_line(run / "eval" / "step-000000-dev.jsonl")
-    assert chosen(run) is None and not RunDir.read(run).eval_path(0, "dev").exists()
+    assert main(["train", f"resume={run}"]) == 0
+    assert contents(run) == contents(whole)

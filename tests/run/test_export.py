@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -175,17 +174,14 @@ def test_nothing_is_overwritten_and_nothing_half_written(
 
 
 def test_damage_is_refused_by_file(by_module: Path, tmp_path: Path, errors_of: Any) -> None:
-    """A flipped bit of the weights, and numbers of the card that the run has not written."""
+    """A flipped bit of the weights; the checkpoint before it is exported."""
     run = shutil.copytree(by_module, tmp_path / "run")
     weights = run / "checkpoints" / "checkpoint-2" / "answerer" / "adapter_model.safetensors"
     flip(weights)
     error = errors_of("export", str(run), f"out={tmp_path / 'out'}")
     assert f"{weights} has not the content that was written; restore it, or take another checkpoint" in error
     exported(run, tmp_path / "one", "checkpoint=1")
-    results = run / "eval" / "step-000001-dev.jsonl"
-    results.write_text(re.sub(r'"f1":[0-9.e-]+', '"f1":1.0', results.read_text()))
-    assert f"{results} has" in errors_of("export", str(run), f"out={tmp_path / 'two'}", "checkpoint=1")
-    assert not (tmp_path / "out").exists() and not (tmp_path / "two").exists()
+    assert not (tmp_path / "out").exists()
 
 
 def test_best_is_the_best_evaluated_step(by_module: Path, tmp_path: Path, capsys: Any) -> None:

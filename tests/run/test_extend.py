@@ -1,4 +1,3 @@
-import json
 import shutil
 
 import pytest
@@ -67,19 +66,13 @@ def test_a_checkpoint_that_another_run_starts_from_stays_and_is_found_where_both
     assert (tmp_path / "exported" / "model.safetensors").is_file()
 
 
-def test_a_killed_extension_goes_on_and_a_changed_segment_is_noticed(short, tmp_path, capsys, errors_of):
+def test_a_killed_extension_goes_on(short, tmp_path):
     run = copy(short, tmp_path)
     with RunDir.open(run) as opened:
         opened.add_segment(3, 2, ["mmrl"])
     assert not RunDir.read(run).finished  # killed before it began
     assert main(["train", f"resume={run}"]) == 0
     assert RunDir.read(run).summary["steps"] == 3
-    capsys.readouterr()
-    (run / "summary.json").unlink()
-    (run / "segments.jsonl").write_text((run / "segments.jsonl").read_text().replace('"steps":3', '"steps":9'))
-    assert json.loads((run / "segments.jsonl").read_text())["steps"] == 9
-    says = "is not the config that checkpoint-3 was made with: train.steps=9 (was 3)"
-    assert says in errors_of("train", f"resume={run}")
 
 
 @pytest.mark.parametrize(
@@ -108,7 +101,7 @@ def test_what_a_run_cannot_go_on_with(typed, says, short, tmp_path, errors_of):
 def test_a_refused_extension_leaves_no_trace(short, tmp_path, errors_of):
     run = copy(short, tmp_path)
     (run / "checkpoints" / "checkpoint-2" / "config.json").write_text("{}")
-    assert "no checkpoint is left to continue from" in errors_of("train", f"resume={run}", "train.steps=+1")
+    assert "checkpoint-2/config.json has 2 bytes" in errors_of("train", f"resume={run}", "train.steps=+1")
     assert not (run / "segments.jsonl").exists()
 
 
@@ -116,9 +109,9 @@ def test_a_learning_rate_that_falls_to_the_end_of_the_run_is_refused(short, tmp_
     run = copy(short, tmp_path)
     text = (run / "config.yaml").read_text()
     assert "schedule: constant" in text
-    (run / "config.yaml").write_text(text.replace("schedule: constant", "schedule: cosine"))
-    says = "(environment.json): train.schedule=cosine (was constant); put it back"
+    (run / "config.yaml").write_text(text.replace("seed: 0", "seed: 7"))
+    says = "(environment.json): seed=7 (was 0); put it back"
     assert says in errors_of("train", f"resume={run}", "train.steps=4")
-    (run / "environment.json").unlink()  # as if it had been started so
+    (run / "config.yaml").write_text(text.replace("schedule: constant", "schedule: cosine"))
     assert "train.schedule=cosine ends at step 2" in errors_of("train", f"resume={run}", "train.steps=4")
     assert not (run / "segments.jsonl").exists()

@@ -122,7 +122,7 @@ def test_damage_follows_from_its_seed_and_is_always_some(tmp_path: Path) -> None
         assert (kind, file, held) == damage(two, random.Random(seed))
         now = (one / file).read_bytes() if (one / file).is_file() else None
         assert held == (intact / file).read_bytes()
-        assert now != held or kind == "a line twice"
+        assert now != held
         put_back(one / file, held)
         assert differences(one, intact) == []
         seen.add(kind)

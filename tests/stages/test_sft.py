@@ -167,7 +167,7 @@ def test_a_killed_stage_continues_to_the_same_weights(tmp_path, options):
     with pytest.raises(ZeroDivisionError):
         run(killed, {**options, "eval.every": 3}, evaluate=lambda step: {"x": 1 / (step - 3)})
     assert newest_checkpoint(killed).name == "checkpoint-2"
-    RunDir.read(killed).truncate_after(2, None)
+    RunDir.read(killed).truncate_after(2)
     again, continued, resumed = run(killed, options, resumed=True)
     assert all(torch.equal(whole[name], continued[name]) for name in whole)
     assert not all(

@@ -29,7 +29,7 @@ import dspy
 from mmrl.config import PromptCommandConfig
 from mmrl.config.other_stages import ProposingConfig
 from mmrl.engines.base import total_usage
-from mmrl.models.policy import POLICY, write_policy
+from mmrl.models.policy import write_policy
 from mmrl.records import Example
 from mmrl.report.rundir import RunDir
 from mmrl.report.trials import COMPLETIONS, FOLDER, PROPOSALS, ROLLOUTS, STORED, TRIALS, nothing_went_well
@@ -103,9 +103,6 @@ class PromptStage(Stage[PromptCommandConfig]):
             self.task = self.task_with(str(result.prompts))
         prompts = str(result.prompts) if result.improved else self.config.task.prompts
         write_policy(self.rundir.path, weights=self.config.model.path, prompts=prompts, task=self.task.name)
-        # A further stage begins with these files, perhaps days later.
-        self.rundir.ledger.note(self.rundir.path / POLICY)
-        self.rundir.ledger.note(result.prompts)
 
     def describe(self) -> dict[str, str]:
         """Return facts for the summary, after `improve`."""
