@@ -37,7 +37,7 @@ from mmrl.config import EvalCommandConfig, RootConfig
 from mmrl.config.base import SHIPPED, iter_leaves, value_at
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, storage
 from mmrl.models.policy import prompts_of
-from mmrl.report.rundir import RunDir, rows_of
+from mmrl.report.rundir import RunDir
 from mmrl.rollout.dspy.policy_lm import PolicyLM, ServedPolicy
 from mmrl.secrets import HidingStream, add_environment
 from mmrl.system.conf import GROUPS, options
@@ -112,8 +112,8 @@ class MMRL(Teleprompter):
             from mmrl.cli import configs, overrides
             from mmrl.run.build import check_model
             from mmrl.run.check import check_all
+            from mmrl.run.session import begin
             from mmrl.run.settle import run_folder
-            from mmrl.sets.chain import begin
 
             words = self.words(student, train, dev)
             line = overrides.read_line(words)
@@ -125,7 +125,7 @@ class MMRL(Teleprompter):
             check_model(config)
             # The folder is known here, since the program that is returned names it.
             folder = run_folder(config.run.dir, config.task.name, config.algo.name, suffix=f"_s{config.seed}")
-            _refuse_failure(begin(config.in_folder(folder), ["mmrl", "train", *words], in_process=True), folder)
+            _refuse_failure(begin(config.in_folder(folder), ["mmrl", "train", *words]), folder)
             return Path(folder)
 
     def words(self, student: dspy.Module, train: Sequence[dspy.Example], dev: Sequence[dspy.Example]) -> list[str]:
@@ -162,8 +162,7 @@ class MMRL(Teleprompter):
         from mmrl.run.session import resume
         from mmrl.run.settle import stored_config
 
-        in_turn = rows_of(folder)
-        run = RunDir.read(in_turn[0] if in_turn else folder)
+        run = RunDir.read(folder)
         keys = {"train": "data.train", "dev": "data.dev", "program": "program", "metric": "metric"}
         stored = {name: str(value_at(run.config, f"task.{key}")) for name, key in keys.items()}
         if not all(map(is_given, stored.values())):
@@ -179,14 +178,7 @@ class MMRL(Teleprompter):
         config = stored_config(run.path, RootConfig)
         # Its task may have been built in this process already, from the objects of before.
         forget_task(config.task, config.seed)
-        if in_turn:
-            from mmrl.cli.configs import set_config
-            from mmrl.sets.chain import go_on
-
-            code = go_on(folder, set_config, in_process=True)
-        else:
-            code = resume(folder)
-        _refuse_failure(code, str(folder))
+        _refuse_failure(resume(folder), str(folder))
         return folder
 
 
@@ -218,7 +210,7 @@ def _served(folder: Path, predictors: Sequence[str] = ()) -> ServedPolicy:
     from mmrl.run.check import served
     from mmrl.run.settle import settle, stored_config
 
-    config = stored_config(rows[-1] if (rows := rows_of(folder)) else folder, RootConfig)
+    config = stored_config(folder, RootConfig)
     # With the limits and the engine of training: the program is to speak as it did there.
     shared = {name: getattr(config, name) for name in ("seed", "task", "model", "hardware", "engine", "eval", "run")}
     evaluation = settle(EvalCommandConfig(policy=str(folder), plugins=config.plugins, **shared))

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+CHAIN = "a run has one algorithm; prompts, then weights: mmrl compare algo=miprov2+mmgrpo (any algorithms, joined by +)"
+STEP = "a key of one step of mmrl compare algo=A+B is A.KEY=VALUE: miprov2.algo.auto=light"
 STEPS = "rollouts of several servers are measured, not foretold: train a few steps and read its `time/` metrics"
 GONE = {
     ("plan", "replicas"): STEPS,
     ("plan", "token_ms"): STEPS,
+    **{(command, key): CHAIN for command in ("train", "plan", "doctor") for key in ("stages", "algo=better_together")},
+    **{(command, "stage"): STEP for command in ("train", "plan", "doctor", "compare")},
+    ("compare", "algo=better_together"): "it is algo=miprov2+mmgrpo",
     ("index", "info"): "the folder's index.json has all of it",
     ("index", "search"): "mmrl serve-retriever index=DIR answers POST /retrieve, and mmrl show RUN has a run's queries",
 }
-"""(command, key or argument) -> what replaces it."""
+"""(command, key, section, KEY=VALUE or argument) -> what replaces it."""
 
 
 def problems(words: Sequence[str]) -> list[str]:
     """Return a sentence for each word of a command line that is gone."""
-    command, keys = words[0] if words else "", [word.lstrip("+~").partition("=")[0] for word in words[1:]]
-    return [f"{key}: is gone; {GONE[command, key]}" for key in keys if (command, key) in GONE]
+    found: list[str] = []
+    for word in words[1:]:
+        key, _, value = word.lstrip("+~").partition("=")
+        forms = dict.fromkeys([key, key.partition(".")[0], *(f"{key}={one}" for one in value.strip("[]").split(","))])
+        found += [f"{form}: is gone; {says}" for form in forms if (says := GONE.get((words[0], form)))]
+    return found

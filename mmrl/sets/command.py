@@ -30,7 +30,6 @@ from mmrl.sets.plan import TOP, Compose, Planner
 from mmrl.sets.queue import RunQueue, SetRun, by_cell, state_of
 from mmrl.sets.spec import Column, Row, SetSpec
 from mmrl.sets.words import read_set, scales_of, set_names
-from mmrl.system.conf import chained, conf_dir, user_dirs
 from mmrl.system.stop import stoppable
 
 
@@ -119,9 +118,8 @@ def _spec_of_algorithms(request: SetRequest) -> tuple[SetSpec, list[str]]:
             overrides.append(word)
     rows: dict[str, Row] = {}
     stage_names: set[str] = set()
-    folders = [*user_dirs(request.config_dir), conf_dir()]
     for algo in algos:
-        stages = [stage for part in algo.split("+") for stage in chained(part, folders)]
+        stages = algo.split("+")
         stage_names.update(stages)
         start = ""
         for position, stage in enumerate(stages, 1):

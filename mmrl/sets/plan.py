@@ -37,7 +37,6 @@ class Planner:
         overrides: overrides of every run; an evaluation has those that it can take.
         typed: those of them that are no part of the set: what they change is marked on its page.
         config_dir: a folder of configs that the words need.
-        folder: of the rows' runs, by their names; None: `RUNS`, by task, algorithm and digest.
     """
 
     spec: SetSpec
@@ -46,7 +45,6 @@ class Planner:
     overrides: Sequence[str]
     typed: Sequence[str] = ()
     config_dir: str | None = None
-    folder: Path | None = None
     runs: dict[Path, SetRun] = field(default_factory=dict)
     composed: dict[tuple[str, ...], Config] = field(default_factory=dict)
 
@@ -123,7 +121,7 @@ class Planner:
                 if name in options(group) and not any(word.startswith(f"{group}=") for word in words):
                     words = [f"{group}={name}", *words]
         task, algo = config.task.name, str(value_at(config, "algo.name") or "eval")
-        path = RUNS / task / algo / f"s{seed}-{digest(config, identity)}" if self.folder is None else self.folder / row
+        path = RUNS / task / algo / f"s{seed}-{digest(config, identity)}"
         if path not in self.runs:
             self.runs[path] = SetRun(
                 command=command,

@@ -156,7 +156,6 @@ class SetSpec(Base):
     figure: Figure | None = None
     case: int | None = Field(None, ge=1, description="steps after which an answer is shown beside the last one")
     notes: tuple[str, ...] = ()
-    config_dir: str | None = Field(None, description="written by mmrl train stages=: the --config-dir of its words")
 
     @property
     def measured(self) -> Mapping[str, str]:

@@ -17,7 +17,7 @@ from mmrl.system.files import read_yaml
 
 FOLDER = "set"
 TRAINING_ALONE = (
-    *("train", "algo", "stages", "stage", "from", "eval.every", "model.lora", "model.gradient_checkpointing"),
+    *("train", "algo", "from", "eval.every", "model.lora", "model.gradient_checkpointing"),
     *("hardware.sharding", "hardware.cpu_offload", "hardware.rollout_devices"),
     *("run.doctor", "run.progress", "run.name", "run.report_to", "run.report_calls"),
     *("run.wandb_project", "run.group", "run.tags"),
@@ -40,15 +40,6 @@ def read_set(name: str, config_dir: str | None = None) -> SetSpec:
     if problems := [unknown(key, algo, declared) for key, algos in layers for algo in algos if algo not in declared]:
         raise ConfigError(f"{path}: {problem}" for problem in problems)
     return spec
-
-
-def read_file(path: Path) -> SetSpec:
-    """Read a set that needs no base.
-
-    Raises:
-        ConfigError: it cannot be read, or every problem of it.
-    """
-    return _validated(read_yaml(path), path)
 
 
 def set_names(config_dir: str | None = None, group: str = FOLDER) -> list[str]:

@@ -75,7 +75,7 @@ def test_other_settings_are_other_runs_and_what_is_shared_runs_once(calls, capsy
 
 def test_a_chain_starts_from_what_the_run_before_has_made(calls, capsys):
     words = ["compare", "algo=mhgpo_fof,mhgpo_fof+grpo", "seed=0", "name=x", "task=hotpotqa"]
-    assert main([*words, "stage.grpo.train.steps=2", "eval.items=200"]) == 0
+    assert main([*words, "grpo.train.steps=2", "eval.items=200"]) == 0
     first, second = calls()
     start = first.partition("run.dir=")[2].split()[0]
     assert f"from={start}" in second and "algo=grpo" in second and "train.steps=2" in second
@@ -118,7 +118,6 @@ def test_leftovers_of_a_start_killed_at_once_do_not_block(calls):
         ([], "algo: missing"),
         (["algo=mmgrpo", "rows=nope"], "rows: got 'nope'"),
         (["algo=mmgrpo", "scale=paper"], "scale: got paper, and default has no scales"),
-        (["algo=grpo", "stage.ppo.train.steps=3"], "stage: got 'ppo', expected one of grpo"),
         (["algo=mhgpo_fof", "run.dir=x"], "run.dir: a set has a directory for each run"),
         (["algo=mhgpo_fof", "train.stepps=3"], "train.stepps: unknown key"),
         (["algo=mhgpo_fof", "name=a/b"], "name: got 'a/b'"),
