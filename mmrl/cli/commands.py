@@ -216,17 +216,19 @@ def compare(context: typer.Context) -> int:
 
     \b
     Keys:
-      algo=A,B task=T,U            what is run; task=hotpotqa where left out; A+B: B starts from what A has made
+      algo=A,B task=T,U            what is run; task=hotpotqa where left out; A+B: B starts from what A has made,
+                                   such as prompts, then weights; a row for each; one seed unless typed
       seed=0,1,2 jobs=N            seeds; runs at once, one thread each; jobs=1
       name=NAME                    of the page's folder, outputs/sets/NAME
       rows= columns= do= scale= through=   as in `mmrl table`
       out=FOLDER                   where figure and tables go
-      any other key                a setting of every run, as in `mmrl train`; stage.A.KEY= of one algorithm
+      any other key                a setting of every run, as in `mmrl train`; A.KEY= of one algorithm
       --config-dir FOLDER          configs of your own
 
     \b
     Examples:
       mmrl compare algo=mhgpo_rr,grpo seed=0,1,2 jobs=2
+      mmrl compare algo=miprov2+mmgrpo task=banking77 miprov2.algo.auto=light mmgrpo.train.steps=50
       mmrl compare outputs/hotpotqa/mhgpo_rr/RUN outputs/hotpotqa/grpo/RUN
     """
     from mmrl.sets import command

@@ -39,7 +39,9 @@ def _flat(raw: object) -> object:
     if not isinstance(raw, tuple | list):
         return raw
     words = [word for part in raw for word in (part if isinstance(part, tuple | list) else [part])]
-    malformed = [str(word) for word in words if not str(word).partition("=")[0].strip() or "=" not in str(word)]
+    malformed = [
+        text for text in map(str, words) if not (text.partition("=")[0].strip() and ("=" in text or text[0] == "~"))
+    ]
     if malformed:
         raise ValueError(f"got {', '.join(malformed)}, expected KEY=VALUE")
     return tuple(words)
