@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-CHAIN = "a run has one algorithm; prompts, then weights: mmrl compare algo=miprov2+mmgrpo (any algorithms, joined by +)"
+CHAIN = (
+    "a run has one algorithm; prompts, then weights: mmrl compare algo=miprov2+mmgrpo (any algorithms, joined by +), "
+    "in Python algo=['miprov2', 'mmgrpo']"
+)
 STEP = "a key of one step of mmrl compare algo=A+B is A.KEY=VALUE: miprov2.algo.auto=light"
 STEPS = "rollouts of several servers are measured, not foretold: train a few steps and read its `time/` metrics"
 GONE = {

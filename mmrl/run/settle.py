@@ -223,6 +223,8 @@ def refuse_edits(folder: Path, config: RootConfig) -> None:
 def weight_run(path: Path) -> tuple[RunDir, WeightRunConfig]:
     """Return the run that has trained the weights of the policy at `path`, and its config with the policy's prompts.
 
+    Of prompts that were optimised from another run (`from=RUN`) that is the run before.
+
     Raises:
         CheckpointError: no weights were trained, or it is no training run.
     """
@@ -231,6 +233,11 @@ def weight_run(path: Path) -> tuple[RunDir, WeightRunConfig]:
     if "policy" in run.config:
         raise CheckpointError(f"{path}: this is an evaluation, which has no weights; give the run that it evaluated")
     config = stored_config(path, StageConfig, reading=True)
+    if not config.kind.weights and config.start is not None:
+        # Prompts that were optimised for weights that another run has trained.
+        start = Path(config.start.run)
+        run, trained = weight_run(start if start.is_dir() else path.absolute().parent / start.name)
+        return run, trained.model_copy(update={"task": trained.task.model_copy(update={"prompts": prompts})})
     if not config.kind.weights:
         now = prompts or "the ones that it started with"
         raise CheckpointError(f"{path}: {config.kind.refusal}; its prompts are {now}")

@@ -146,8 +146,12 @@ def job_state(path: Path, config: RootConfig) -> State:
     """
     if (state := state_of(path)) == "new":
         return state
-    changes = config_changes(RunDir.read(path).config, config.model_dump(mode="json"))
-    # Settings that depend on the machine are not compared.
+    stored = RunDir.read(path).config
+    changes = config_changes(stored, config.model_dump(mode="json"))
+    # Settings that depend on the machine are not compared, nor those that come with the policy of another run.
+    policy = ("start.weights", "start.prompts", "model.path", "model.revision", "task.prompts")
+    if stored.get("start"):
+        changes = {key: change for key, change in changes.items() if key not in policy}
     different = [
         f"{key}={stored} (requested: {requested})"
         for key, (stored, requested) in changes.items()
