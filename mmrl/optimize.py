@@ -101,7 +101,9 @@ class MMRL(Teleprompter):
         train, dev = _split(list(trainset), None if valset is None else list(valset))
         try:
             folder = _outside_of_loops(
-                lambda: self._run(student, train, dev, algo or self.algo, None if resume is None else Path(resume))
+                lambda: self._run(
+                    student, train, dev, self.algo if algo is None else algo, None if resume is None else Path(resume)
+                )
             )
         except ConfigError as error:
             error.args = (readable(str(error)),)
@@ -154,6 +156,8 @@ class MMRL(Teleprompter):
         from mmrl.sets.sweep import job_state
         from mmrl.sets.words import words_of_steps
 
+        if not algos:
+            raise ConfigError("algo: got [], expected the name of an algorithm, or several")
         labels = [f"{number}_{algo}" for number, algo in enumerate(algos, start=1)]
         begun = [] if resume is None else _begun(resume, labels)
         names = [_put_again(given, path) for path in begun] or [self._put(given)]

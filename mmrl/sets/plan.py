@@ -127,6 +127,12 @@ class Planner:
             )
             if model != model_before:
                 raise ConfigError(f"model: got {model}, and {method.from_}, from which it starts, is {model_before}")
+            if value_at(config, "task.prompts") and any(
+                value_at(link.config, "task.prompts") or not link.config.kind.weights for link in after.chain
+            ):
+                if value_at(config, "task.prompts") != value_at(after.config, "task.prompts"):
+                    raise ConfigError(f"task.prompts: has no effect, since it starts with those of {method.from_}")
+                words = [word for word in words if not is_below(word, ("task.prompts",))]
             # Model and task are named: `from=` alone would take over those of the run before, with all their settings.
             for group, name in (("model", config.model.name), ("task", config.task.name)):
                 if name in options(group) and not any(word.startswith(f"{group}=") for word in words):

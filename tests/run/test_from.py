@@ -20,6 +20,7 @@ from mmrl.run.settle import weight_run
 from mmrl.run.start import started
 from mmrl.sets.found import found_set
 from mmrl.sets.page import SetPage
+from mmrl.sets.sweep import job_state
 from mmrl.system.conf import conf_dir
 from mmrl.system.files import append_jsonl, digests
 from scripts.chaos.compare import comparable
@@ -251,6 +252,27 @@ def earlier(whole, tmp_path):
         (run / "config.yaml").write_text(yaml.safe_dump(config))
 
     return run, change
+
+
+def test_prompts_optimised_for_trained_weights_are_exported_with_them(whole, tmp_path):
+    (config,) = train_configs(read_line(["task=banking77", "algo=miprov2"]))
+    start = {"run": "was/elsewhere/2_mmgrpo"}
+    run = shutil.copytree(whole, tmp_path / "moved") / "3_miprov2"
+    RunDir.create(run, {**config.model_dump(mode="json"), "start": start}, ["mmrl"]).close()
+    prompts = run / "prompts.json"
+    prompts.write_text("{}")
+    write_policy(run, weights="../2_mmgrpo", prompts=str(prompts), task="banking77")
+    weights, trained = weight_run(run)
+    assert weights.path == tmp_path / "moved" / "2_mmgrpo" and trained.task.prompts == str(prompts)
+
+
+def test_a_run_from_another_is_the_same_job_of_a_sweep(whole, tmp_path):
+    """Weights and prompts in its stored config are the other run's, and none that were typed."""
+    same = from_run(whole / "1_sft", *MMGRPO)
+    assert job_state(whole / "2_mmgrpo", same) == "finished"
+    for other in (from_run(whole / "1_sft", *MMGRPO, "train.lr=1"), from_run(whole / "2_mmgrpo", *MMGRPO)):
+        with pytest.raises(ConfigError, match="holds a run with other settings"):
+            job_state(whole / "2_mmgrpo", other)
 
 
 def from_run(run, *words):
