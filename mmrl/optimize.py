@@ -22,7 +22,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from functools import partial
@@ -33,11 +33,11 @@ import dspy
 from dspy.teleprompt import Teleprompter
 
 from mmrl.cli.overrides import hydra_value
-from mmrl.config import EvalCommandConfig, RootConfig
+from mmrl.config import EvalCommandConfig, RootConfig, StageConfig, StartConfig
 from mmrl.config.base import SHIPPED, iter_leaves, value_at
-from mmrl.errors import CheckpointError, ConfigError, MmrlError, storage
+from mmrl.errors import CheckpointError, ConfigError, MmrlError, continue_with, gathered, refuse, storage
 from mmrl.models.policy import prompts_of
-from mmrl.report.rundir import RunDir, rows_of
+from mmrl.report.rundir import RunDir, is_run, refuse_full
 from mmrl.rollout.dspy.policy_lm import PolicyLM, ServedPolicy
 from mmrl.secrets import HidingStream, add_environment
 from mmrl.system.conf import GROUPS, options
@@ -56,17 +56,19 @@ class MMRL(Teleprompter):
 
     Args:
         metric: `(example, prediction)` -> a number, or a mapping of numbers with `score`, as for `task.metric`.
-        algo: name of an algorithm (`mmrl train algo=`).
+        algo: name of an algorithm (`mmrl train algo=`); or several, each a step from the policy of the one before:
+            `["miprov2", "mmgrpo"]` optimises prompts, then trains weights with them.
         model: a name of `conf/model`, a folder with weights, or a hub id.
         run_dir: folder of the run; None: a new one below `outputs/`.
         settings: any key of the config, as on the command line. Sections may be mappings:
-            `train={"steps": 100}, seed=1, hardware="cpu"`, or `**{"train.steps": 100}`.
+            `train={"steps": 100}, seed=1, hardware="cpu"`, or `**{"train.steps": 100}`. Of one step of several below
+            its name: `miprov2={"algo": {"auto": "light"}}`.
     """
 
     def __init__(
         self,
         metric: Metric,
-        algo: str = "mmgrpo",
+        algo: str | Sequence[str] = "mmgrpo",
         model: str | None = None,
         run_dir: Path | str | None = None,
         **settings: Any,
@@ -80,6 +82,7 @@ class MMRL(Teleprompter):
         *,
         trainset: Sequence[dspy.Example],
         valset: Sequence[dspy.Example] | None = None,
+        algo: str | Sequence[str] | None = None,
         resume: Path | str | None = None,
     ) -> dspy.Module:
         """Train, and return a copy of `student` whose LM is the trained policy, with `run_dir` beside it.
@@ -88,14 +91,20 @@ class MMRL(Teleprompter):
             student: its predictors are the modules that are trained; it stays as it is.
             trainset: examples with inputs (`.with_inputs(…)`).
             valset: what is evaluated before and after; None: every fifth example of the trainset is held back for it.
-            resume: run directory of a stopped run of the same program and data, which is continued.
+            algo: in place of the optimiser's.
+            resume: run directory of a stopped run of the same program and data, which is continued. Of several steps
+                the folder of all: steps that have ended are kept, and missing ones start with the settings given now.
 
         Raises:
             MmrlError: whatever the command would have ended with, in the same words.
         """
         train, dev = _split(list(trainset), None if valset is None else list(valset))
         try:
-            folder = _outside_of_loops(lambda: self._run(student, train, dev, None if resume is None else Path(resume)))
+            folder = _outside_of_loops(
+                lambda: self._run(
+                    student, train, dev, self.algo if algo is None else algo, None if resume is None else Path(resume)
+                )
+            )
         except ConfigError as error:
             error.args = (readable(str(error)),)
             error.problems = [readable(problem) for problem in error.problems]
@@ -103,91 +112,197 @@ class MMRL(Teleprompter):
         return load(student, folder)
 
     def _run(
-        self, student: dspy.Module, train: list[dspy.Example], dev: list[dspy.Example], resume: Path | None
+        self,
+        student: dspy.Module,
+        train: list[dspy.Example],
+        dev: list[dspy.Example],
+        algo: str | Sequence[str],
+        resume: Path | None,
     ) -> Path:
-        """Run the training as the command does. Returns the run's folder."""
+        """Run the training as the command does. Returns the folder of the run, of several steps that of the last."""
+        # A copy of the program: what the caller does to it meanwhile is no part of the run.
+        given = {"program": student.deepcopy(), "metric": self.metric, "data.train": train, "data.dev": dev}
         with _as_the_command():
-            if resume is not None:
-                return self._resume(student, train, dev, resume)
-            from mmrl.cli import configs, overrides
-            from mmrl.run.build import check_model
-            from mmrl.run.check import check_all
+            if not isinstance(algo, str):
+                return self._run_steps(given, algo, resume)
+            from mmrl.run import session
             from mmrl.run.settle import run_folder
-            from mmrl.sets.chain import begin
 
-            words = self.words(student, train, dev)
-            line = overrides.read_line(words)
-            (config,) = configs.train_configs(line)
-            if config.hardware.processes * config.hardware.nodes > 1:
-                raise ConfigError("hardware.processes: objects of this process are not in others; see docs/python.md")
-            check_all([config], line.keys)
-            # Before a folder is made: a model that cannot be had must leave none behind.
-            check_model(config)
+            if resume is not None:
+                _put_again(given, resume)
+                _refuse_failure(session.resume(resume), resume)
+                return resume
+            words = [f"algo={algo}", *self._words(given, self._put(given))]
+            if self.run_dir is not None:
+                words.append(f"run.dir={hydra_value('run.dir', self.run_dir)}")
+            (config,) = _checked([words])
             # The folder is known here, since the program that is returned names it.
             folder = run_folder(config.run.dir, config.task.name, config.algo.name, suffix=f"_s{config.seed}")
-            _refuse_failure(begin(config.in_folder(folder), ["mmrl", "train", *words], in_process=True), folder)
+            _refuse_failure(session.begin(config.in_folder(folder), ["mmrl", "train", *words]), Path(folder))
             return Path(folder)
 
-    def words(self, student: dspy.Module, train: Sequence[dspy.Example], dev: Sequence[dspy.Example]) -> list[str]:
-        """Return the equivalent words of `mmrl train`, with names for the objects.
+    def _run_steps(self, given: Mapping[str, Any], algos: Sequence[str], resume: Path | None) -> Path:
+        """Run what is missing of several steps in this process. Returns the folder of the last one.
+
+        FOLDER/1_A, FOLDER/2_B     their run directories
+        FOLDER/set.html, …         a page with a row for each
+        """
+        from mmrl.cli.overrides import read_line
+        from mmrl.run import session
+        from mmrl.run.settle import run_folder
+        from mmrl.sets.found import found_set
+        from mmrl.sets.page import SetPage, redraw
+        from mmrl.sets.queue import day_of
+        from mmrl.sets.sweep import job_state
+        from mmrl.sets.words import words_of_steps
+
+        if not algos:
+            raise ConfigError("algo: got [], expected the name of an algorithm, or several")
+        labels = [f"{number}_{algo}" for number, algo in enumerate(algos, start=1)]
+        begun = [] if resume is None else _begun(resume, labels)
+        names = [_put_again(given, path) for path in begun] or [self._put(given)]
+        shared = self._words(given, names[0])
+        read_line(shared)  # a key that is given twice
+        steps = words_of_steps(shared, [*dict.fromkeys(algos)])
+        lines = [steps[algo] for algo in algos]
+        configs = _checked(lines)
+        if configs[0].run.dir is not None:
+            raise ConfigError("run.dir: each step has a folder of its own; the folder of all is run_dir=")
+        folder = resume
+        if folder is None and self.run_dir is not None:
+            folder = Path(self.run_dir)
+            refuse_full(folder)
+        folder = folder or Path(run_folder(None, "dspy", "+".join(algos), suffix=f"_s{configs[0].seed}"))
+        paths = [folder / label for label in labels]
+        day = day_of(paths)
+        problems: list[str] = []
+        states: list[str] = []
+        for number, path in enumerate(paths):
+            start = {"run": str(paths[number - 1])} if number else None
+            if path in begun:  # where its start lies now is looked up when it goes on
+                start = RunDir.read(path).config.get("start")
+            model = configs[number].model.model_copy(update={"date": configs[number].model.date or day})
+            update = {"start": start and StartConfig.model_validate(start), "model": model}
+            configs[number] = configs[number].model_copy(update=update).in_folder(str(path))
+            with gathered(problems):
+                states.append(job_state(path, configs[number]))
+        refuse(problems)
+
+        def page() -> SetPage:
+            runs = [path for path in paths if (path / "config.yaml").is_file()]
+            return SetPage(found_set(folder.resolve().name, runs, f"{'+'.join(algos)} on dspy"))
+
+        try:
+            for config, path, state, words in zip(configs, paths, states, lines, strict=True):
+                if state == "unfinished":
+                    _refuse_failure(session.resume(path), folder)
+                elif state == "new":
+                    _refuse_failure(session.begin(config, ["mmrl", "train", *words]), folder)
+                redraw(page, folder)
+        except (MmrlError, KeyboardInterrupt) as error:
+            if hasattr(error, "__notes__"):  # of the step alone
+                error.__notes__ = []
+                continue_with(error, f"MMRL(…).compile(…, resume={str(folder)!r}) in Python")
+            raise
+        print(f"\n{page().text()}\n\npage           {folder / 'set.html'}")
+        return paths[-1]
+
+    def _put(self, given: Mapping[str, Any]) -> dict[str, str]:
+        """Put the objects under new names. Returns key of `task` -> name."""
+        number = next(_NUMBERS)
+        # a function's own name, or that of the object's class
+        metric_name = re.sub(r"\W", "", getattr(self.metric, "__name__", type(self.metric).__name__))
+        # Digests, so that a resume can tell other examples.
+        names = {
+            "program": f"program_{number}_{type(given['program']).__name__}",
+            "metric": f"metric_{number}_{metric_name}",
+            "data.train": f"train_{number}_{_digest(given['data.train'])}",
+            "data.dev": f"dev_{number}_{_digest(given['data.dev'])}",
+        }
+        return {key: put(name, given[key]) for key, name in names.items()}
+
+    def _words(self, given: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
+        """Return the equivalent words of `mmrl train`, without `algo=` and `run.dir=`.
 
         Raises:
             ConfigError: settings that cannot be words.
             ValueError: the first example has no inputs.
         """
-        number = next(_NUMBERS)
-        # a function's own name, or that of the object's class
-        metric_name = re.sub(r"\W", "", getattr(self.metric, "__name__", type(self.metric).__name__))
-        # A copy of the program: what the caller does to it meanwhile is no part of the run. Digests, so that a resume
-        # can tell other examples.
-        names = {
-            "task.program": put(f"program_{number}_{type(student).__name__}", student.deepcopy()),
-            "task.metric": put(f"metric_{number}_{metric_name}", self.metric),
-            "task.data.train": put(f"train_{number}_{_digest(train)}", list(train)),
-            "task.data.dev": put(f"dev_{number}_{_digest(dev)}", list(dev)),
-        }
         # The task says which other example lacks one of these.
-        arguments = {"task": "dspy", "algo": self.algo, **names, "task.inputs": list(train[0].inputs().keys())}
-        arguments |= _model_words(self.model)
-        if self.run_dir is not None:
-            arguments["run.dir"] = str(self.run_dir)
-        # the `name` of a group's mapping is the choice of that group
-        choices = {f"{group}.name": group for group in GROUPS}
-        settings = {choices.get(key, key): value for key, value in iter_leaves(self.settings)}
+        inputs = list(given["data.train"][0].inputs().keys())
+        named = {f"task.{key}": name for key, name in names.items()}
+        arguments = {"task": "dspy", **named, "task.inputs": inputs, **_model_words(self.model)}
+        # the `name` of a group's mapping is the choice of that group, also below the name of a step
+        choices = tuple(f".{group}.name" for group in GROUPS)
+        settings = {
+            key.removesuffix(".name") if f".{key}".endswith(choices) else key: value
+            for key, value in iter_leaves(self.settings)
+        }
         return [f"{key}={hydra_value(key, value)}" for key, value in (*arguments.items(), *settings.items())]
 
-    def _resume(self, student: dspy.Module, train: list[dspy.Example], dev: list[dspy.Example], folder: Path) -> Path:
-        """Continue a run with the objects that it was given."""
-        from mmrl.run.build import forget_task
-        from mmrl.run.session import resume
-        from mmrl.run.settle import stored_config
 
-        in_turn = rows_of(folder)
-        run = RunDir.read(in_turn[0] if in_turn else folder)
-        keys = {"train": "data.train", "dev": "data.dev", "program": "program", "metric": "metric"}
-        stored = {name: str(value_at(run.config, f"task.{key}")) for name, key in keys.items()}
-        if not all(map(is_given, stored.values())):
-            raise CheckpointError(
-                f"{folder}: was not started from Python; continue it with: mmrl train resume={folder}"
-            )
-        for split, rows in (("train", train), ("dev", dev)):
-            if not stored[split].endswith(f"_{_digest(rows)}"):
-                raise CheckpointError(f"{folder}: the {split} examples are not those that the run was started with")
-        objects = {"train": train, "dev": dev, "program": student.deepcopy(), "metric": self.metric}
-        for key, value in objects.items():
-            put(stored[key].partition(":")[2], value)
-        config = stored_config(run.path, RootConfig)
-        # Its task may have been built in this process already, from the objects of before.
-        forget_task(config.task, config.seed)
-        if in_turn:
-            from mmrl.cli.configs import set_config
-            from mmrl.sets.chain import go_on
+def _checked(lines: Sequence[Sequence[str]]) -> list[StageConfig]:
+    """Return the configs of runs of this process, of which the first one's model can be had.
 
-            code = go_on(folder, set_config, in_process=True)
-        else:
-            code = resume(folder)
-        _refuse_failure(code, str(folder))
-        return folder
+    Raises:
+        ConfigError: every problem.
+    """
+    from mmrl.cli import configs, gone, overrides
+    from mmrl.run.build import check_model
+    from mmrl.run.check import check_all
+
+    checked: list[StageConfig] = []
+    problems: list[str] = []
+    for words in lines:
+        with gathered(problems):
+            refuse(gone.problems(["train", *words]))
+            line = overrides.read_line(words)
+            (config,) = configs.train_configs(line)
+            if config.hardware.processes * config.hardware.nodes > 1:
+                raise ConfigError("hardware.processes: objects of this process are not in others; see docs/python.md")
+            check_all([config], line.keys)
+            checked.append(config)
+    refuse(dict.fromkeys(problems))
+    # Before a folder is made: a model that cannot be had must leave none behind.
+    check_model(checked[0])
+    return checked
+
+
+def _put_again(given: Mapping[str, Any], folder: Path) -> dict[str, str]:
+    """Put the objects where the config of a run that goes on finds them. Returns key of `task` -> name.
+
+    Raises:
+        CheckpointError: it has no such objects, or was started with other examples.
+    """
+    from mmrl.run.build import forget_task
+    from mmrl.run.settle import stored_config
+
+    run = RunDir.read(folder)
+    stored = {key: str(value_at(run.config, f"task.{key}")) for key in given}
+    if not all(map(is_given, stored.values())):
+        raise CheckpointError(f"{folder}: was not started from Python; continue it with: mmrl train resume={folder}")
+    for split in ("train", "dev"):
+        if not stored[f"data.{split}"].endswith(f"_{_digest(given[f'data.{split}'])}"):
+            raise CheckpointError(f"{folder}: the {split} examples are not those that the run was started with")
+    for key, value in given.items():
+        put(stored[key].partition(":")[2], value)
+    config = stored_config(run.path, RootConfig)
+    # Its task may have been built in this process already, from the objects of before.
+    forget_task(config.task, config.seed)
+    return stored
+
+
+def _begun(folder: Path, labels: Sequence[str]) -> list[Path]:
+    """Return the steps in a folder that have begun.
+
+    Raises:
+        CheckpointError: the folder is none of such steps.
+    """
+    runs = sorted(path for path in folder.glob("*/") if is_run(path))
+    if not folder.is_dir() or is_run(folder) or (other := [run.name for run in runs if run.name not in labels]):
+        got = "no such folder" if not folder.is_dir() else "is a run itself" if is_run(folder) else f"has {other[0]}"
+        raise CheckpointError(f"{folder}: {got}, expected the folder of {', '.join(labels)}")
+    return runs
 
 
 def load(program: dspy.Module, run_dir: Path | str) -> dspy.Module:
@@ -218,7 +333,7 @@ def _served(folder: Path, predictors: Sequence[str] = ()) -> ServedPolicy:
     from mmrl.run.check import served
     from mmrl.run.settle import settle, stored_config
 
-    config = stored_config(rows[-1] if (rows := rows_of(folder)) else folder, RootConfig)
+    config = stored_config(folder, RootConfig)
     # With the limits and the engine of training: the program is to speak as it did there.
     shared = {name: getattr(config, name) for name in ("seed", "task", "model", "hardware", "engine", "eval", "run")}
     evaluation = settle(EvalCommandConfig(policy=str(folder), plugins=config.plugins, **shared))
@@ -288,9 +403,9 @@ def _interrupts_raised() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _refuse_failure(code: int, folder: str) -> None:
+def _refuse_failure(code: int, folder: Path) -> None:
     if code:
-        raise MmrlError(f"{folder}: the run is not finished; continue it with compile(…, resume={folder!r})")
+        raise MmrlError(f"{folder}: the run is not finished; continue it with compile(…, resume={str(folder)!r})")
 
 
 def _split(train: list[dspy.Example], dev: list[dspy.Example] | None) -> tuple[list[dspy.Example], list[dspy.Example]]:

@@ -71,8 +71,6 @@ def train(context: typer.Context) -> int:
     \b
     Keys (docs/configuration.md lists them all):
       task= algo= model= hardware= engine=   what a run is composed of; `mmrl --help` lists the choices
-      stages=[A,B] stage.A.KEY=              runs that start from one another, by their names after algo=; settings
-                                             of one of them
       experiment=                            settings of your own under one name: conf/experiment/NAME.yaml
       train.* algo.* task.* model.* eval.*   any setting of these parts: train.steps=100 algo.group_size=8
       seed=                                  of every random choice
@@ -104,12 +102,6 @@ def train(context: typer.Context) -> int:
         if line.overrides:
             with session.extended(folder, overrides.value_text(line.overrides[0]) or ""):
                 return session.resume(folder)
-        from mmrl.models.policy import SET
-
-        if (folder / SET).is_file():
-            from mmrl.sets.chain import go_on
-
-            return go_on(folder, configs.set_config)
         return session.resume(folder)
     if line.prints:
         configs.print_config("train", line)
@@ -125,7 +117,7 @@ def train(context: typer.Context) -> int:
 
     check_all(jobs, line.keys)
     # After the checks: it imports pandas, which a refused command need not wait for.
-    from mmrl.sets.chain import begin
+    from mmrl.run.session import begin
 
     return begin(jobs[0], command)
 
@@ -198,16 +190,9 @@ def show(context: typer.Context, as_json: JsonFlag = False) -> None:
 
         print(dumps(dump_forest(read_step(RunDir.read(path), arguments.step)[0])))
         return
-    from mmrl.models.policy import SET
+    from mmrl.report.console import show_run
 
-    if arguments.example is None and arguments.step is None and (path / SET).is_file():
-        from mmrl.sets.chain import chain_page
-
-        print(chain_page(path).text())
-    else:
-        from mmrl.report.console import show_run
-
-        print(show_run(path, example=arguments.example, step=arguments.step))
+    print(show_run(path, example=arguments.example, step=arguments.step))
 
 
 @app.command()
@@ -218,15 +203,9 @@ def report(run_dir: Path) -> None:
     Examples:
       mmrl report outputs/hotpotqa/mhgpo_rr/RUN
     """
-    from mmrl.models.policy import SET
     from mmrl.report.html import report_run
 
-    if (run_dir / SET).is_file():
-        from mmrl.sets.chain import chain_page
-
-        print(chain_page(run_dir).write(run_dir)[0])
-    else:
-        print(report_run(run_dir))
+    print(report_run(run_dir))
 
 
 @app.command(**SETTINGS, options_metavar="[RUN_DIR ...] [KEY=VALUE ...]")
@@ -237,17 +216,19 @@ def compare(context: typer.Context) -> int:
 
     \b
     Keys:
-      algo=A,B task=T,U            what is run; task=hotpotqa where left out; A+B: B starts from what A has made
+      algo=A,B task=T,U            what is run; task=hotpotqa where left out; A+B: B starts from what A has made,
+                                   such as prompts, then weights; a row for each; one seed unless typed
       seed=0,1,2 jobs=N            seeds; runs at once, one thread each; jobs=1
       name=NAME                    of the page's folder, outputs/sets/NAME
       rows= columns= do= scale= through=   as in `mmrl table`
       out=FOLDER                   where figure and tables go
-      any other key                a setting of every run, as in `mmrl train`; stage.A.KEY= of one algorithm
+      any other key                a setting of every run, as in `mmrl train`; A.KEY= of one algorithm
       --config-dir FOLDER          configs of your own
 
     \b
     Examples:
       mmrl compare algo=mhgpo_rr,grpo seed=0,1,2 jobs=2
+      mmrl compare algo=miprov2+mmgrpo task=banking77 miprov2.algo.auto=light mmgrpo.train.steps=50
       mmrl compare outputs/hotpotqa/mhgpo_rr/RUN outputs/hotpotqa/grpo/RUN
     """
     from mmrl.sets import command

@@ -1,7 +1,4 @@
-"""Validated configs of the words of a command, one per job; of `mmrl train` also of runs in turn.
-
-A stage `A` of `stages=[A,B]` is what the same words with `algo=A` would be, and with what `stage.A.KEY=` says.
-"""
+"""Validated configs of the words of a command, one per job."""
 
 from __future__ import annotations
 
@@ -15,32 +12,26 @@ from omegaconf import OmegaConf
 
 from mmrl.cli.arguments import CommandLine
 from mmrl.cli.hydra import composed, through_hydra
-from mmrl.cli.overrides import expand, hydra_value, key_of, parse, read_line
+from mmrl.cli.overrides import expand, key_of, parse, read_line
 from mmrl.config import (
     EvalCommandConfig,
     RootConfig,
     StageConfig,
-    StagedCommandConfig,
     StartConfig,
     TrainCommandConfig,
     validate,
 )
-from mmrl.config.base import iter_leaves, quote_value, value_at
+from mmrl.config.base import value_at
 from mmrl.config.schema import stage_schema
 from mmrl.config.validate import CHOICES
-from mmrl.errors import ConfigError, gathered, refuse, unknown
-from mmrl.system.conf import GROUPS, options, row_keys
+from mmrl.errors import ConfigError, gathered, refuse
+from mmrl.system.conf import options, row_keys
 from mmrl.system.files import plain
 
 if TYPE_CHECKING:
     from mmrl.sets.sweep import Job
 
 ConfigT = TypeVar("ConfigT", bound=RootConfig)
-OF_A_STAGE = ("algo.", "train.", "model.", "hardware.", "engine.", "eval.every.", "run.doctor.")
-"""Keys that may differ between the stages of a run. All stages evaluate the same items, to be comparable."""
-FIXED = ("algo", "algo.name")
-WEIGHTS = ("model", "model.path", "model.name", "model.revision")
-"""Keys of weights, refused in a later stage, which continues with the weights of the stage before."""
 
 
 def train_configs(line: CommandLine) -> list[StageConfig]:
@@ -106,10 +97,7 @@ def set_config(command: str, words: Sequence[str], config_dir: str | None) -> St
     """Return the config of `mmrl train WORDS` or `mmrl eval WORDS`, a run of a set; raises as `configured`."""
     if command == "eval":
         return eval_configs(replace(read_line(words, once=False), config_dir=config_dir))[0]
-    config = configured(words, config_dir)
-    if config.kind.name == "stages":
-        raise ConfigError(f"algo: got {config.algo.name}, and a row of a set is one stage; make it rows with from:")
-    return config
+    return configured(words, config_dir)
 
 
 def swept(line: CommandLine, job: Job) -> None:
@@ -131,9 +119,9 @@ def _from_run(line: CommandLine) -> CommandLine:
         return line
     from mmrl.report.rundir import RunDir
     from mmrl.run.settle import announce_code, packages_of
-    from mmrl.run.start import run_of, sections_of
+    from mmrl.run.start import sections_of
 
-    run = run_of(Path(line.command_keys["from"]))
+    run = Path(line.command_keys["from"])
     stored, plugins = sections_of(run), packages_of(RunDir.read(run).config)
     typed = [*line.keys, *row_keys(line.words, line.config_dir)]
     names = {group: stored[group].get("name") for group in stored if group not in typed}
@@ -146,11 +134,9 @@ def _from_run(line: CommandLine) -> CommandLine:
 
 def _from(line: CommandLine, raw: Mapping[str, object], words: Sequence[str]) -> StageConfig:
     """Return the config of a job that starts from another run, whose sections stand for those not typed."""
-    from mmrl.run.start import policy_of_run, run_of, sections_of, with_overrides
+    from mmrl.run.start import policy_of_run, sections_of, with_overrides
 
-    run = run_of(Path(line.command_keys["from"]))
-    if "stages" in raw:
-        raise ConfigError("from: has no effect on several runs, each of which starts from the one before")
+    run = Path(line.command_keys["from"])
     stored = sections_of(run)
     # Not all of the job's words: `_from_run` has added those of the run.
     typed = [*line.keys, *row_keys(words, line.config_dir)]
@@ -179,56 +165,8 @@ def _train_config(line: CommandLine, raw: Mapping[str, object], words: Sequence[
     """
     if "from" in line.command_keys:
         return _from(line, raw, words)
-    if "stages" in raw:
-        return _chain(raw, words, line.config_dir)
     # Not what a row (`experiment=`) sets: of `algo` and `train` that belongs to the algorithm that the row is about.
     return _stage(raw, list(map(key_of, words)))
-
-
-def _chain(raw: Mapping[str, object], words: Sequence[str], config_dir: str | None) -> StagedCommandConfig:
-    """Return the config of `stages=[A,B]`."""
-    algos = _stage_names(raw["stages"], config_dir)
-    stage_settings = raw.get("stage", {})
-    problems: list[str] = []
-    for stage, settings in stage_settings.items() if isinstance(stage_settings, Mapping) else ():
-        if stage not in algos:
-            problems.append(unknown("stage", stage, algos))
-        elif not isinstance(settings, Mapping):
-            problems.append(f"stage.{stage}: expected stage.{stage}.KEY=VALUE")
-    if {"algo", "stages"} <= set(map(key_of, words)):
-        problems.append(f"algo: has no effect beside stages=[{','.join(algos)}]; leave one of them out")
-    refuse(problems)
-    stages: list[StageConfig] = []
-    rows: list[list[str]] = []
-    for number, name in enumerate(algos, start=1):
-        settings = value_at(stage_settings, name)
-        stage_keys = dict(iter_leaves(settings)) if isinstance(settings, Mapping) else {}
-        problems += [
-            f"stage.{name}.{key}: is the same for all stages, or that of the stage before; leave it out"
-            for key in stage_keys
-            if not f"{key}.".startswith(OF_A_STAGE) or key in (FIXED if number == 1 else (*FIXED, *WEIGHTS))
-        ]
-        # Keys of `train` that were typed for all stages hold for the stages that have them.
-        elsewhere = ("stage.",) if "train" in stage_schema(name).model_fields else ("stage.", "train.")
-        without = ("algo", "stages", *stage_keys)
-        shared = [w for w in words if key_of(w) not in without and not f"{key_of(w)}.".startswith(elsewhere)]
-        row = [*shared, f"algo={name}"]
-        for key, value in stage_keys.items():
-            choice = key in GROUPS and isinstance(value, str)
-            row.append(f"{key}={value}" if choice else f"++{key}={hydra_value(key, value)}")
-        mapping = composed("train", row, config_dir)
-        mapping.pop("stage", None)
-        if mapping.pop("stages", None) and value_at(mapping, "algo.name") is None:
-            problems.append(f"stages: got {name}, which stands for several stages itself; list them")
-            continue
-        with gathered(problems, f"stage {number} ({name}): "):
-            stages.append(_stage(mapping, list(map(key_of, row))))
-            rows.append(row)
-    refuse(dict.fromkeys(problems))
-    sections = {name: getattr(stages[0], name) for name in RootConfig.model_fields}
-    method = {"name": "+".join(stage.algo.name for stage in stages)}
-    chain = {"stages": tuple(stages), "words": tuple(map(tuple, rows)), "config_dir": config_dir}
-    return StagedCommandConfig.model_validate({**sections, "algo": method, **chain})
 
 
 def _stage(sections: Mapping[str, object], user_keys: Collection[str]) -> StageConfig:
@@ -249,18 +187,3 @@ def _stage(sections: Mapping[str, object], user_keys: Collection[str]) -> StageC
         config: StageConfig = validate(schema, mapping)
     refuse(problems)
     return config
-
-
-def _stage_names(names: object, config_dir: str | None) -> list[str]:
-    """Return the names of the stages.
-
-    Raises:
-        ConfigError: they are none.
-    """
-    if not isinstance(names, tuple | list) or not names or not all(isinstance(name, str) for name in names):
-        raise ConfigError(
-            f"stages: got {quote_value(names)}, expected names of algo= in a list: stages=[miprov2,mmgrpo]"
-        )
-    choices = options("algo", config_dir)
-    refuse(dict.fromkeys(unknown("stages", name, choices) for name in names if name not in choices))
-    return list(names)

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+CHAIN = (
+    "a run has one algorithm; prompts, then weights: mmrl compare algo=miprov2+mmgrpo (any algorithms, joined by +), "
+    "in Python algo=['miprov2', 'mmgrpo']"
+)
+STEP = "a key of one step of mmrl compare algo=A+B is A.KEY=VALUE: miprov2.algo.auto=light"
 STEPS = "rollouts of several servers are measured, not foretold: train a few steps and read its `time/` metrics"
 PUSH = "full weights reach vLLM's servers through disk, adapters too; leave it out"
 GONE = {
@@ -11,13 +16,21 @@ GONE = {
     ("fetch", ""): "in a clone of mmrl: python -m scripts.fetch_model smollm2_135m FOLDER, then model.path=FOLDER",
     ("plan", "replicas"): STEPS,
     ("plan", "token_ms"): STEPS,
+    **{(command, key): CHAIN for command in ("train", "plan", "doctor") for key in ("stages", "algo=better_together")},
+    **{(command, "stage"): STEP for command in ("train", "plan", "doctor", "compare")},
+    ("compare", "algo=better_together"): "it is algo=miprov2+mmgrpo",
     ("index", "info"): "the folder's index.json has all of it",
     ("index", "search"): "mmrl serve-retriever index=DIR answers POST /retrieve, and mmrl show RUN has a run's queries",
 }
-"""(command, key or argument; empty: the command itself) -> what replaces it."""
+"""(command, key, section, KEY=VALUE or argument; empty: the command itself) -> what replaces it."""
 
 
 def problems(words: Sequence[str]) -> list[str]:
     """Return a sentence for each word of a command line that is gone."""
-    command, keys = words[0] if words else "", [word.lstrip("+~").partition("=")[0] for word in words[1:]]
-    return [f"{key or command}: is gone; {GONE[command, key]}" for key in ["", *keys] if (command, key) in GONE]
+    command = words[0] if words else ""
+    found = [f"{command}: is gone; {GONE[command, '']}"] if (command, "") in GONE else []
+    for word in words[1:]:
+        key, _, value = word.lstrip("+~").partition("=")
+        forms = dict.fromkeys([key, key.partition(".")[0], *(f"{key}={one}" for one in value.strip("[]").split(","))])
+        found += [f"{form}: is gone; {says}" for form in forms if form and (says := GONE.get((command, form)))]
+    return found

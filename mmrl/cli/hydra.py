@@ -105,7 +105,6 @@ def _sections(config_name: str, config: DictConfig) -> dict[str, object]:
     raw = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
     assert isinstance(raw, dict)
     left_out = {"experiment", "hydra", *(("train", "algo") if config_name == "eval" else ())}
-    left_out |= {key for key in ("stages", "stage") if raw.get(key) in (None, {})}
     sections = {str(key): as_tuples(value) for key, value in raw.items() if key not in left_out and value != "???"}
     plugins = sections.get("plugins")
     # anything but a list is for validation to refuse

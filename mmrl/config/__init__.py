@@ -19,7 +19,6 @@ from mmrl.config.schema import (
     RunConfig,
     SftCommandConfig,
     StageConfig,
-    StagedCommandConfig,
     StartConfig,
     TrainCommandConfig,
     TrainConfig,

@@ -319,18 +319,6 @@ def stage_schema(name: object) -> type[StageConfig]:
     return SftCommandConfig if name == SFT else TrainCommandConfig
 
 
-class StagedCommandConfig(StageConfig):
-    """`mmrl train stages=[A,B]`: runs one after the other, each from the policy that the one before has made.
-
-    A set in a folder of its own (`sets.chain`). The sections that all commands have are the first run's.
-    """
-
-    kind: ClassVar[Kind] = Kind(name="stages")
-    stages: tuple[SerializeAsAny[StageConfig], ...] = Field(min_length=1)
-    words: tuple[tuple[str, ...], ...] = Field(description="of each stage: the overrides that compose it")
-    config_dir: str | None = Field(None, description="of the words")
-
-
 class EvalCommandConfig(RootConfig):
     """`mmrl eval`."""
 

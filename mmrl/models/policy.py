@@ -28,8 +28,6 @@ MARKER = "complete.json"
 """File of a checkpoint, and of weights merged from one: names, sizes and SHA-256 of the others."""
 EXTRA = "extra.json"
 """File of a checkpoint with further facts, such as which module speaks with which weights."""
-SET = "set.yaml"
-"""File of a set of runs that start from one another, beside their folders (`mmrl train stages=[A,B]`)."""
 CHECKPOINTS, MERGED = "checkpoints", "merged"
 """Folders of a run: of its checkpoints, and of their weights with the adapter merged into them (`models.merged`)."""
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
@@ -192,8 +190,6 @@ def run_config(text: str) -> Mapping[str, object]:
     folder = Path(text).resolve()
     if text in SHIPPED or not folder.is_dir():
         return {}
-    if (folder / SET).is_file() and (folder / POLICY).is_file():
-        folder = Path(_stated(folder).weights).resolve()  # the last of the runs
     for run in (folder, *list(folder.parents)[:3]):  # a run, a checkpoint in it, one adapter of that
         if (run / "config.yaml").is_file() and (run / CHECKPOINTS).is_dir():
             stored = read_yaml(run / "config.yaml")
@@ -310,10 +306,10 @@ def resolve(text: str, prompts: str | None = None) -> Policy:
         expected = "expected a run, checkpoint, adapter, model folder or hub id"
         raise ConfigError(f"policy: got '{text}', {expected}{similar(folder)}{from_index(text)}")
     if (folder / POLICY).is_file():
-        # A run of prompts has the weights that it started with, a set of runs in turn those of its last one.
+        # A run of prompts has the weights that it started with.
         return replace(resolve(_weights_of(folder)), prompts=prompts or prompts_of(text)[1])
-    if (folder / SET).is_file() or (folder / "config.yaml").is_file():
-        if (folder / SET).is_file() or _run_section(text, "algo").get("name") in PROMPT_SCHEMAS:
+    if (folder / "config.yaml").is_file():
+        if _run_section(text, "algo").get("name") in PROMPT_SCHEMAS:
             raise ConfigError(f"policy: run {text} has not ended; continue it with: mmrl train resume={text}")
         # The same test as a resume: a run that was killed while it saved is evaluated as it would go on.
         newest = newest_checkpoint(folder)

@@ -51,8 +51,9 @@ def show_run(path: Path | str, example: str | None = None, step: int | None = No
         CheckpointError: not a run, no such step, a damaged file.
         ConfigError: no such example.
     """
+    run = RunDir.read(path)
     with damage_named(path):
-        overview, width = Overview.from_run(RunDir.read(path)), shutil.get_terminal_size((100, 24)).columns
+        overview, width = Overview.from_run(run), shutil.get_terminal_size((100, 24)).columns
         if example is not None:
             text = example_text(overview, example, step, width)
         elif step is not None:

@@ -117,8 +117,9 @@ def report_run(path: Path | str) -> Path:
     Raises:
         CheckpointError: not a run.
     """
+    run = RunDir.read(path)
     with damage_named(path):
-        return write_report(Overview.from_run(RunDir.read(path)))
+        return write_report(Overview.from_run(run))
 
 
 @cache

@@ -26,7 +26,6 @@ from pathlib import Path
 import yaml
 
 from mmrl.errors import CheckpointError, ConfigError, DataError, storage_error
-from mmrl.models.policy import SET
 from mmrl.records import Example
 from mmrl.report.machine import describe_environment
 from mmrl.system.files import (
@@ -55,14 +54,6 @@ def step_of(path: Path) -> int | None:
     """Return the step in a file name like `step-000012.jsonl.gz`; None without one."""
     match = _STEP.search(path.name)
     return int(match.group(1)) if match else None
-
-
-def rows_of(path: Path) -> list[Path]:
-    """Return the begun runs of a set in one folder (`mmrl train stages=[A,B]`), in order; [] for other folders."""
-    if not (path / SET).is_file():
-        return []
-    folders = [below for below in path.glob("*_*/") if below.name.partition("_")[0].isdigit()]
-    return sorted(folders, key=lambda below: int(below.name.partition("_")[0]))
 
 
 def _texts(values: Mapping[str, object]) -> dict[str, str]:
@@ -167,9 +158,6 @@ class RunDir:
         if not path.is_dir():
             kind = "is a file, expected a run directory" if path.exists() else "no such run directory"
             raise CheckpointError(f"{path}: {kind}")
-        if (path / SET).is_file():
-            runs = ", ".join(map(str, rows_of(path))) or "none has begun"
-            raise CheckpointError(f"{path}: is a set of runs that start from one another; give one of them: {runs}")
         if not is_run(path):
             below = [folder for depth in ("*", "*/*", "*/*/*") for folder in path.glob(depth) if is_run(folder)]
             newest = max(below, key=lambda run: (run / "config.yaml").stat().st_mtime, default=None)
@@ -217,17 +205,12 @@ class RunDir:
         """The path as a shell reads it."""
         return shlex.quote(str(self.path))
 
-    @property
-    def resumed_as(self) -> Path:
-        """The folder to resume: the run itself, or the set in whose folder it lies (`mmrl train stages=[A,B]`)."""
-        return self.path.parent if (self.path.parent / SET).is_file() else self.path
-
     def resume_command(self, *, evaluates: bool = False) -> str:
         """Return what continues the run: a command, or from Python where its program was an object there."""
         task = self._stored_config().get("task", {})
         if any(isinstance(value, str) and is_given(value) for value in task.values()):
             return f"MMRL(…).compile(…, resume={str(self.path)!r}) in Python"
-        return f"mmrl {'eval' if evaluates else 'train'} resume={shlex.quote(str(self.resumed_as))}"
+        return f"mmrl {'eval' if evaluates else 'train'} resume={self.typed}"
 
     @property
     def config(self) -> JsonObject:

@@ -19,7 +19,6 @@ from mmrl.config import (
     PromptCommandConfig,
     RootConfig,
     SftCommandConfig,
-    StagedCommandConfig,
     TaskConfig,
     TrainCommandConfig,
 )
@@ -77,8 +76,6 @@ def check(config: RootConfig, user_keys: Collection[str] = ()) -> list[str]:
     if config.run.dir is not None:
         with gathered(problems):
             refuse_full(Path(config.run.dir))
-    if isinstance(config, StagedCommandConfig):
-        return problems + _stages_problems(config, user_keys)
     algo, policy = value_at(config, "algo.name"), value_at(config, "policy")
     if engine_name(config) != "openai":
         problems += gone_problems("model.path", config.model.path) + _matmul_problems(config)
@@ -108,25 +105,6 @@ def _matmul_problems(config: RootConfig) -> list[str]:
         return []
     other = f"hardware.device={device}" if device == "cuda" else f"model.dtype={dtype}"
     return [f"model.matmul: got onednn, which computes float32 on a CPU, beside {other}; expected torch"]
-
-
-def _stages_problems(config: StagedCommandConfig, user_keys: Collection[str]) -> list[str]:
-    """Return problems of each stage and of their order. Prompts and weights of earlier stages are not there yet."""
-    problems: list[str] = []
-    if config.hardware.nodes > 1:
-        profile = config.hardware.name
-        problems.append(f"stages: profile '{profile}' has several machines; start them one by one, each with from=RUN")
-    for number, stage in enumerate(config.stages, start=1):
-        name = stage.algo.name
-        if stage.model.modules is not None and number < len(config.stages) and stage.kind.weights:
-            apart = f"stage {number} ({name}) trains weights for each module apart"
-            problems.append(f"stages: {apart} (model.modules), from which no stage can start; make it the last one")
-        prefix = f"stage.{name}."
-        keys = [*user_keys, *(key.removeprefix(prefix) for key in user_keys if key.startswith(prefix))]
-        where = f"stage {number} ({name}): "
-        with gathered(problems, where):
-            problems += [where + problem for problem in check(stage.in_folder(None), keys)]
-    return problems
 
 
 def _prompt_problems(config: PromptCommandConfig, task: Task) -> list[str]:

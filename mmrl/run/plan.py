@@ -17,14 +17,13 @@ from mmrl.config import (
     RootConfig,
     SftCommandConfig,
     StageConfig,
-    StagedCommandConfig,
     TaskConfig,
     TrainCommandConfig,
 )
 from mmrl.config.base import MINI, SPLITS, Idle, Section
 from mmrl.config.retriever import Bm25Config
 from mmrl.config.tasks import BUILT_IN
-from mmrl.errors import CheckpointError, ConfigError, gathered, refuse, unknown
+from mmrl.errors import CheckpointError, ConfigError, refuse, unknown
 from mmrl.models.load import model_path
 from mmrl.plan.cost import NAMES as DEVICES
 from mmrl.plan.cost import Device, evaluation_seconds, gpus, known_gpu
@@ -78,28 +77,16 @@ def planned(config: StageConfig, request: PlanArguments, *, as_json: bool) -> st
     """Plan a run of any kind of stages: what it will do and cost, as text or as JSON.
 
     Raises:
-        ConfigError: as `make_plan`, of every stage.
+        ConfigError: as `make_plan`.
     """
     if config.kind.credit:
         plan = make_plan(cast("TrainCommandConfig", config), request)
         return plan.as_json() if as_json else plan.text()
-    texts: list[str] = []
-    objects: list[object] = []
-    problems: list[str] = []
-    stages = config.stages if isinstance(config, StagedCommandConfig) else (config,)
-    for number, stage in enumerate(stages, start=1):
-        with gathered(problems, f"stage {number}: "):
-            if stage.kind.credit:
-                plan = make_plan(cast("TrainCommandConfig", stage), request)
-                text, facts = plan.text(), json.loads(plan.as_json())
-            else:
-                facts = _counted(cast("SftCommandConfig | PromptCommandConfig", stage))
-                counts = ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in facts.items())
-                text = f"{stage.algo.name} on {stage.task.name} with {stage.model.path}: {counts}"
-            texts.append(f"stage {number}: {text}")
-            objects.append({"stage": number, **facts})
-    refuse(dict.fromkeys(problems))
-    return json.dumps({"version": 1, "stages": objects}, indent=1) if as_json else "\n\n".join(texts)
+    facts = _counted(cast("SftCommandConfig | PromptCommandConfig", config))
+    if as_json:
+        return json.dumps({"version": 1, **facts}, indent=1)
+    counts = ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in facts.items())
+    return f"{config.algo.name} on {config.task.name} with {config.model.path}: {counts}"
 
 
 def _counted(config: SftCommandConfig | PromptCommandConfig) -> dict[str, int]:

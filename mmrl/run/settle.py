@@ -25,8 +25,8 @@ from mmrl.config.base import flattened, value_at
 from mmrl.config.validate import CHOICES
 from mmrl.errors import CheckpointError, ConfigError, located
 from mmrl.models.assignment import ModuleAssignment
-from mmrl.models.policy import newest_checkpoint, prompts_of
-from mmrl.report.rundir import RunDir, rows_of
+from mmrl.models.policy import prompts_of
+from mmrl.report.rundir import RunDir
 from mmrl.system.files import plain
 from mmrl.system.objects import OBJECT, import_module, is_given
 
@@ -201,22 +201,21 @@ def refuse_edits(folder: Path, config: RootConfig) -> None:
 def weight_run(path: Path) -> tuple[RunDir, WeightRunConfig]:
     """Return the run that has trained the weights of the policy at `path`, and its config with the policy's prompts.
 
-    Of runs that start from one another (`mmrl train stages=[A,B]`), the last that has trained weights.
+    Of prompts that were optimised from another run (`from=RUN`) that is the run before.
 
     Raises:
         CheckpointError: no weights were trained, or it is no training run.
     """
     prompts = prompts_of(str(path))[1]
-    if rows := rows_of(path):
-        trained = [row for row in rows if newest_checkpoint(row) is not None]
-        if not trained:
-            raise CheckpointError(f"{path}: none of its runs has trained weights yet")
-        run, last = weight_run(trained[-1])
-        return run, last.model_copy(update={"task": last.task.model_copy(update={"prompts": prompts})})
     run = RunDir.read(path)
     if "policy" in run.config:
         raise CheckpointError(f"{path}: this is an evaluation, which has no weights; give the run that it evaluated")
     config = stored_config(path, StageConfig, reading=True)
+    if not config.kind.weights and config.start is not None:
+        # Prompts that were optimised for weights that another run has trained.
+        start = Path(config.start.run)
+        run, trained = weight_run(start if start.is_dir() else path.absolute().parent / start.name)
+        return run, trained.model_copy(update={"task": trained.task.model_copy(update={"prompts": prompts})})
     if not config.kind.weights:
         now = prompts or "the ones that it started with"
         raise CheckpointError(f"{path}: {config.kind.refusal}; its prompts are {now}")

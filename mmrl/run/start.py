@@ -14,7 +14,7 @@ from mmrl.config.validate import as_tuples, revealed
 from mmrl.errors import CheckpointError, ConfigError
 from mmrl.models.merged import merged, require_undamaged
 from mmrl.models.policy import MARKER, Policy, is_complete, kept_mark, prompts_of, resolve, run_config, source_of
-from mmrl.report.rundir import RunDir, rows_of
+from mmrl.report.rundir import RunDir
 from mmrl.run.settle import announce_code, import_plugins, packages_of
 from mmrl.system.files import JsonObject, digest
 from mmrl.tasks.prompts import prompts_file
@@ -36,12 +36,6 @@ def sections_of(run: Path) -> JsonObject:
         raise ConfigError(f"from: {run} is an evaluation, which makes no policy; expected a run of mmrl train")
     sections = {name: as_tuples(stored.get(name)) for name in ("model", "task")}
     return {name: section for name, section in sections.items() if isinstance(section, dict)}
-
-
-def run_of(path: Path) -> Path:
-    """Return the run whose policy a folder has: the folder itself, or of runs in turn the last that has ended."""
-    finished = [row for row in rows_of(path) if (row / "summary.json").is_file()]
-    return finished[-1] if finished else path
 
 
 def with_overrides(

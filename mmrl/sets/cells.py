@@ -509,10 +509,16 @@ class SetResult:
         if len(names := {*self.models.values()}) == 1:
             models = {f"every row is {names.pop()}": None}
         notes += [f"before training {', '.join(models)}"] if models else []
+        started_from = {method.from_ for method in self.spec.rows.values()}
         for name in self.rows:
             method = self.spec.rows[name]
             if method.from_:
-                notes.append(f"{name}: starts from the policy of {method.from_}")
+                text = f"{name}: starts from the policy of {method.from_}"
+                finished = [run for column in self.columns for run in self.finished(name, column)]
+                if finished and name not in started_from and not self.spec.scores:
+                    paths = ", ".join(str(scored.overview.run.path) for scored in finished)
+                    text += f"; its own, for mmrl eval and serve (policy=) and mmrl export: {paths}"
+                notes.append(text)
             if method.checkpoint == "before_collapse":
                 rule = "before the evaluations of training collapse (half of the best, and no return)"
                 notes.append(f"{name}: the last checkpoint {rule}")

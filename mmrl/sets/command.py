@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shlex
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -29,8 +30,7 @@ from mmrl.sets.page import SetPage, redraw
 from mmrl.sets.plan import TOP, Compose, Planner
 from mmrl.sets.queue import RunQueue, SetRun, by_cell, state_of
 from mmrl.sets.spec import Column, Row, SetSpec
-from mmrl.sets.words import read_set, scales_of, set_names
-from mmrl.system.conf import chained, conf_dir, user_dirs
+from mmrl.sets.words import is_below, read_set, scales_of, set_names, words_of_steps
 from mmrl.system.stop import stoppable
 
 
@@ -61,6 +61,7 @@ class SetKeys(Section):
         return text
 
 
+ONE_SEED = "one seed, as algo=A+B has where none is typed; seed=0,1,2 shows how much the others differ"
 TABLE_KEYS = tuple(key for key in SetKeys.model_fields if key not in ("algo", "task", "name"))
 """Keys of `mmrl table`; `mmrl compare` has all."""
 
@@ -101,39 +102,23 @@ def compare(request: SetRequest, compose: Compose) -> int:
         return _compare_runs(request)
     if not keys.algo:
         raise ConfigError("algo: missing, expected algorithms (algo=a,b) or run directories")
-    spec, overrides = _spec_of_algorithms(request)
-    return _run_set(request, keys.name or "default", spec, compose, overrides)
+    return _run_set(request, keys.name or "default", _spec_of_algorithms(request), compose, own=True)
 
 
-def _spec_of_algorithms(request: SetRequest) -> tuple[SetSpec, list[str]]:
-    """Return the set of `algo=A,B+C task=T,U`, and the overrides of all its runs."""
+def _spec_of_algorithms(request: SetRequest) -> SetSpec:
+    """Return the set of `algo=A,B+C task=T,U`: a row for the policy after each step."""
     algos, tasks = request.keys.algo, request.keys.task
-    overrides = []
-    stage_settings: dict[str, list[str]] = {}
-    for word in request.overrides:
-        section, _, rest = word.lstrip("+").partition(".")
-        if section == "stage":
-            stage, _, setting = rest.partition(".")
-            stage_settings.setdefault(stage, []).append(setting)
-        else:
-            overrides.append(word)
+    steps = words_of_steps(request.overrides, [*dict.fromkeys("+".join(algos).split("+"))], request.config_dir)
     rows: dict[str, Row] = {}
-    stage_names: set[str] = set()
-    folders = [*user_dirs(request.config_dir), conf_dir()]
-    for algo in algos:
-        stages = [stage for part in algo.split("+") for stage in chained(part, folders)]
-        stage_names.update(stages)
-        start = ""
-        for position, stage in enumerate(stages, 1):
-            row = algo if position == len(stages) else "+".join(stages[:position])
-            words = (f"algo={stage}", *stage_settings.get(stage, ()))
-            rows[row] = Row.model_validate({"from": start, "shown": row in algos, "train": words})
-            start = row
-    if stray := [unknown("stage", stage, stage_names) for stage in stage_settings if stage not in stage_names]:
-        raise ConfigError(stray)
+    for names in (algo.split("+") for algo in algos):
+        for position, step in enumerate(names):
+            start = "+".join(names[:position])
+            rows["+".join(filter(None, [start, step]))] = Row.model_validate({"from": start, "train": steps[step]})
     columns = {task: Column(train=(f"task={task}",)) for task in tasks}
     shows = f"{', '.join(algos)} on {', '.join(tasks)}"
-    return SetSpec(shows=shows, seeds=request.keys.seed or (0, 1, 2), rows=rows, columns=columns), overrides
+    alone = not request.keys.seed and len(algos) == 1 and "+" in algos[0]
+    seeds, notes = request.keys.seed or ((0,) if alone else (0, 1, 2)), (ONE_SEED,) if alone else ()
+    return SetSpec(shows=shows, seeds=seeds, rows=rows, columns=columns, notes=notes)
 
 
 def _compare_runs(request: SetRequest) -> int:
@@ -159,15 +144,14 @@ def _compare_runs(request: SetRequest) -> int:
 # --- what runs
 
 
-def _run_set(request: SetRequest, name: str, spec: SetSpec, compose: Compose, own: Sequence[str] | None = None) -> int:
+def _run_set(request: SetRequest, name: str, spec: SetSpec, compose: Compose, own: bool = False) -> int:
     """Plan, run or show a set.
 
     Args:
-        own: overrides that make the set, with `seed=`, as in `mmrl compare`; None: a file does, and what is typed
-            changes or selects.
+        own: what is typed makes the set, as in `mmrl compare`; else a file does, and what is typed changes or selects.
     """
     keys, scales = request.keys, scales_of(spec)
-    typed, seeds = (request.overrides, keys.seed) if own is None else ((), ())
+    typed, seeds = ((), ()) if own else (request.overrides, keys.seed)
     problems: list[str] = []
     scale = keys.scale or scales[0]
     if scale not in scales:
@@ -180,11 +164,11 @@ def _run_set(request: SetRequest, name: str, spec: SetSpec, compose: Compose, ow
     refuse(problems)
     through = shlex.split(keys.through or "")
     # Side by side on this machine; a scheduler gives each run what it asks for.
-    single = ["hardware.threads=1"] if keys.jobs > 1 and not through else []
-    overrides = [*single, *(typed if own is None else own)]
-    planner = Planner(spec, scale, compose, overrides, typed, config_dir=request.config_dir)
+    threads = any(is_below(word, ("hardware.threads",)) for word in request.overrides)
+    single = ["hardware.threads=1"] if keys.jobs > 1 and not through and not threads else []
+    planner = Planner(spec, scale, compose, [*single, *typed], typed, config_dir=request.config_dir)
     plan = planner.plan(name, rows, columns, seeds)
-    plan = replace(plan, command=_typed(request, own is None), settings=request.overrides)
+    plan = replace(plan, command=_typed(request, not own), settings=request.overrides)
     if keys.do == "plan":
         print(_plan_text(plan, f"{keys.through} " if through else ""))
         return 0
@@ -233,8 +217,13 @@ def _run(plan: SetResult, at_once: int, through: Sequence[str], config_dir: str 
         # The data and devices of another machine are checked there, when each run starts.
         refuse(dict.fromkeys([problem for run in first for problem in problems_elsewhere(run.config)]))
     else:
-        # What starts from another run is checked when it starts.
-        check_all([run.config.in_folder(None) for run in first if run.after is None])
+        # The policy that an evaluation takes is checked when it starts. What trains from another run is checked now
+        # with what that run starts from: its own start comes hours later.
+        for run in first:
+            if run.after is None or run.command == "train":
+                with gathered(problems):
+                    check_all([run.config.in_folder(None)], [word.partition("=")[0].lstrip("+~") for word in run.words])
+        refuse(dict.fromkeys(problems))
 
     # A result caches its runs, so each page gets a fresh one.
     queue = RunQueue(plan.queue, at_once, config_dir, lambda: redraw(lambda: SetPage(replace(plan)), out), through)
@@ -242,7 +231,7 @@ def _run(plan: SetResult, at_once: int, through: Sequence[str], config_dir: str 
         try:
             queue.run()
         except KeyboardInterrupt as stop:
-            print("stopped; the same command continues where this one stopped")
+            print("stopped; the same command continues where this one stopped", file=sys.stderr)
             return stop.exit_code if isinstance(stop, Stopped) else 130
     _show(replace(plan), out)
     if not (failed := [run for run in plan.queue if run.code]):

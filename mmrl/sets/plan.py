@@ -37,7 +37,6 @@ class Planner:
         overrides: overrides of every run; an evaluation has those that it can take.
         typed: those of them that are no part of the set: what they change is marked on its page.
         config_dir: a folder of configs that the words need.
-        folder: of the rows' runs, by their names; None: `RUNS`, by task, algorithm and digest.
     """
 
     spec: SetSpec
@@ -46,7 +45,6 @@ class Planner:
     overrides: Sequence[str]
     typed: Sequence[str] = ()
     config_dir: str | None = None
-    folder: Path | None = None
     runs: dict[Path, SetRun] = field(default_factory=dict)
     composed: dict[tuple[str, ...], Config] = field(default_factory=dict)
 
@@ -83,6 +81,7 @@ class Planner:
         pairs = [(row, column) for row, column in spec.pairs if row in rows and column in columns]
         cells: dict[tuple[str, str], list[SetRun]] = {pair: [] for pair in pairs}
         problems: list[str] = []
+        found: dict[tuple[str, str], list[str]] = {}
         # A row may declare fewer seeds (nothing in it is random); `seed=` does not change these.
         seeds_of_row = {row: tuple(spec.rows[row].seeds or seeds or spec.seeds) for row in rows}
         # Seed by seed, so that early on every cell has one seed.
@@ -90,11 +89,13 @@ class Planner:
             for row, column in pairs:
                 if seed not in seeds_of_row[row]:
                     continue
-                cell_problems: list[str] = []
+                cell_problems = found[row, column] = list[str]()
                 with gathered(cell_problems):
                     cells[row, column].append(self._run("eval" if spec.scores else "train", row, column, seed))
                 cell_name = f"{row} on {column}" if len(spec.columns) > 1 else row
-                problems += [f"{cell_name}: {problem}" for problem in cell_problems]
+                # Those of the row that it starts from are that row's.
+                known = found.get((spec.rows[row].from_, column), ())
+                problems += [f"{cell_name}: {problem}" for problem in cell_problems if problem not in known]
         return cells, problems
 
     def _run(self, command: Command, row: str, column: str, seed: int) -> SetRun:
@@ -115,15 +116,29 @@ class Planner:
         if command == "train" and method.from_:
             after = self._run("train", method.from_, column, seed)
             identity = {"of": after.path.name}
-            model, model_before = (f"{run.model.name} ({run.model.path})" for run in (config, after.config))
+            if after.config.kind.weights and (
+                after.config.model.modules is not None or value_at(after.config, "algo.frozen_serving")
+            ):
+                apart = "trains weights for each module apart (model.modules, algo.frozen_serving)"
+                raise ConfigError(f"{method.from_}: {apart}, from which no run can start; make it the last step")
+            model, model_before = (
+                " ".join(filter(None, [run.model.name, f"({run.model.path})", run.model.revision]))
+                for run in (config, after.config)
+            )
             if model != model_before:
                 raise ConfigError(f"model: got {model}, and {method.from_}, from which it starts, is {model_before}")
+            if value_at(config, "task.prompts") and any(
+                value_at(link.config, "task.prompts") or not link.config.kind.weights for link in after.chain
+            ):
+                if value_at(config, "task.prompts") != value_at(after.config, "task.prompts"):
+                    raise ConfigError(f"task.prompts: has no effect, since it starts with those of {method.from_}")
+                words = [word for word in words if not is_below(word, ("task.prompts",))]
             # Model and task are named: `from=` alone would take over those of the run before, with all their settings.
             for group, name in (("model", config.model.name), ("task", config.task.name)):
                 if name in options(group) and not any(word.startswith(f"{group}=") for word in words):
                     words = [f"{group}={name}", *words]
         task, algo = config.task.name, str(value_at(config, "algo.name") or "eval")
-        path = RUNS / task / algo / f"s{seed}-{digest(config, identity)}" if self.folder is None else self.folder / row
+        path = RUNS / task / algo / f"s{seed}-{digest(config, identity)}"
         if path not in self.runs:
             self.runs[path] = SetRun(
                 command=command,

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -165,8 +164,6 @@ class RunQueue:
     through: Sequence[str] = ()
     """A command that starts a child somewhere else and ends with it (`srun --gpus-per-node=8`), before its words; its
     machine is then not this one."""
-    attached: bool = False
-    """Output of the children goes to the terminal, with their live displays, and not into logs."""
     running: list[tuple[SetRun, subprocess.Popen[bytes], float]] = field(default_factory=list)
     """Runs under way with their processes and the time of their start."""
 
@@ -223,19 +220,18 @@ class RunQueue:
         # Runs side by side would otherwise each take all CPUs and wait for one another.
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} if self.at_once > 1 and not self.through else {}
         # Appended, so that the log of a continued run has its earlier output too.
-        with nullcontext() if self.attached else open(run.log, "ab") as log:
+        with open(run.log, "ab") as log:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
-                stderr=log and subprocess.STDOUT,
+                stderr=subprocess.STDOUT,
                 env={**os.environ, **threads},
                 start_new_session=True,  # Ctrl-C reaches this process alone, which then stops each run in turn
                 preexec_fn=end_with_parent,
             )
         self.running.append((run, process, time.monotonic()))
-        where = f" (log: {run.log})" if log else ""
-        self._say(f"{run.name}: {'continues' if state == 'unfinished' else 'starts'}{where}")
+        self._say(f"{run.name}: {'continues' if state == 'unfinished' else 'starts'} (log: {run.log})")
 
     def _end(self, run: SetRun, process: subprocess.Popen[bytes], started: float) -> None:
         run.code = process.returncode

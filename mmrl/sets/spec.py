@@ -39,7 +39,9 @@ def _flat(raw: object) -> object:
     if not isinstance(raw, tuple | list):
         return raw
     words = [word for part in raw for word in (part if isinstance(part, tuple | list) else [part])]
-    malformed = [str(word) for word in words if not str(word).partition("=")[0].strip() or "=" not in str(word)]
+    malformed = [
+        text for text in map(str, words) if not (text.partition("=")[0].strip() and ("=" in text or text[0] == "~"))
+    ]
     if malformed:
         raise ValueError(f"got {', '.join(malformed)}, expected KEY=VALUE")
     return tuple(words)
@@ -156,7 +158,6 @@ class SetSpec(Base):
     figure: Figure | None = None
     case: int | None = Field(None, ge=1, description="steps after which an answer is shown beside the last one")
     notes: tuple[str, ...] = ()
-    config_dir: str | None = Field(None, description="written by mmrl train stages=: the --config-dir of its words")
 
     @property
     def measured(self) -> Mapping[str, str]:

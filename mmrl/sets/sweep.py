@@ -10,22 +10,21 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from uuid import uuid4
 
-from mmrl.config import RootConfig, StageConfig, StagedCommandConfig
+from mmrl.config import RootConfig, StageConfig
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, gathered, print_error, refuse
-from mmrl.models.policy import SET
-from mmrl.report.rundir import RunDir, rows_of
+from mmrl.report.rundir import RunDir
 from mmrl.report.stats import number
 from mmrl.report.text import align
 from mmrl.run.check import check_all
+from mmrl.run.session import begin, resume
 from mmrl.run.settle import config_changes, run_folder
-from mmrl.sets.chain import begin, differs, resume, state_of_chain
 from mmrl.sets.found import found_set
 from mmrl.sets.page import learning_part
 from mmrl.sets.queue import State, day_of, state_of
 from mmrl.system.files import JsonObject
 from mmrl.system.processes import launched
 
-Build = Callable[[], StageConfig | StagedCommandConfig]
+Build = Callable[[], StageConfig]
 """Makes the config of a job, or raises `ConfigError`."""
 Job = Callable[[Build], float | None]
 Drive = Callable[[Job], None]
@@ -33,7 +32,7 @@ Drive = Callable[[Job], None]
 
 
 def sweep(
-    configs: Sequence[StageConfig | StagedCommandConfig],
+    configs: Sequence[StageConfig],
     user_keys: Collection[str],
     command: Sequence[str],
     drive: Drive,
@@ -94,8 +93,7 @@ def _results(folder: Path) -> list[JsonObject]:
 
 def _show(folders: Sequence[Path]) -> None:
     """Print the runs side by side, those of them that lie on this machine."""
-    runs = dict.fromkeys(run for folder in folders for run in rows_of(folder) or [folder])
-    present = [run for run in runs if (run / "config.yaml").is_file()]
+    present = [run for run in dict.fromkeys(folders) if (run / "config.yaml").is_file()]
     if len(present) < 2:
         return
     try:
@@ -122,14 +120,13 @@ def _sweep_job(results: Path, command: Sequence[str], jobs: int | None, day: str
         elif launched() is None:  # else the main process of several makes it
             folder = run_folder(None, config.task.name, config.algo.name, suffix=f"_s{config.seed}")
             config, created = config.in_folder(folder), True
-        # A chain's runs share a day among themselves.
-        if not isinstance(config, StagedCommandConfig) and config.model.date is None:
+        if config.model.date is None:
             config = config.model_copy(update={"model": config.model.model_copy(update={"date": day})})
         if state == "finished":
             print(f"finished before, kept: {folder}")
             code = 0
         else:
-            code = resume(Path(folder), config) if state == "unfinished" else begin(config, command)
+            code = resume(Path(folder)) if state == "unfinished" else begin(config, command)
     except MmrlError as error:
         print_error(error)
         code = error.exit_code
@@ -146,14 +143,14 @@ def job_state(path: Path, config: RootConfig) -> State:
     Raises:
         ConfigError: it holds something else than this run.
     """
-    if isinstance(config, StagedCommandConfig) and (path / SET).is_file():
-        if differs(path, config):
-            raise ConfigError(f"run.dir: {path} holds a set with other words; take another run.dir=, or move it away")
-        return state_of_chain(path)
     if (state := state_of(path)) == "new":
         return state
-    changes = config_changes(RunDir.read(path).config, config.model_dump(mode="json"))
-    # Settings that depend on the machine are not compared.
+    stored = RunDir.read(path).config
+    changes = config_changes(stored, config.model_dump(mode="json"))
+    # Settings that depend on the machine are not compared, nor those that come with the policy of another run.
+    policy = ("start.weights", "start.prompts", "model.path", "model.revision", "task.prompts")
+    if stored.get("start"):
+        changes = {key: change for key, change in changes.items() if key not in policy}
     different = [
         f"{key}={stored} (requested: {requested})"
         for key, (stored, requested) in changes.items()
@@ -167,7 +164,7 @@ def job_state(path: Path, config: RootConfig) -> State:
 def _score(folder: Path) -> float | None:
     """Return the main metric of the evaluation after training; None where none was made."""
     try:
-        summary = RunDir.read((rows_of(folder) or [folder])[-1]).summary
+        summary = RunDir.read(folder).summary
     except CheckpointError:
         return None
     compared = summary.get("comparison", {}).get(summary.get("main_metric"), {})

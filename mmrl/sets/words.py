@@ -9,20 +9,23 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from mmrl.config.schema import stage_schema
 from mmrl.config.validate import as_tuples, explain
-from mmrl.errors import ConfigError, unknown
+from mmrl.errors import ConfigError, refuse, unknown
 from mmrl.sets.spec import SCALES, Command, Layer, SetSpec
 from mmrl.system.conf import conf_dir, later_wins, options, user_dirs
 from mmrl.system.files import read_yaml
 
 FOLDER = "set"
 TRAINING_ALONE = (
-    *("train", "algo", "stages", "stage", "from", "eval.every", "model.lora", "model.gradient_checkpointing"),
+    *("train", "algo", "from", "eval.every", "model.lora", "model.gradient_checkpointing"),
     *("hardware.sharding", "hardware.cpu_offload", "hardware.rollout_devices"),
     *("run.doctor", "run.progress", "run.name", "run.report_to", "run.report_calls"),
     *("run.wandb_project", "run.group", "run.tags"),
 )
 """Sections and keys that an evaluation does not take."""
+SHARED = ("task.name", "eval", "seed", "run.dir", "plugins")
+"""Sections and keys that are the same for all steps of `algo=A+B`, whose scores are compared; but `eval.every`."""
 
 
 def read_set(name: str, config_dir: str | None = None) -> SetSpec:
@@ -40,15 +43,6 @@ def read_set(name: str, config_dir: str | None = None) -> SetSpec:
     if problems := [unknown(key, algo, declared) for key, algos in layers for algo in algos if algo not in declared]:
         raise ConfigError(f"{path}: {problem}" for problem in problems)
     return spec
-
-
-def read_file(path: Path) -> SetSpec:
-    """Read a set that needs no base.
-
-    Raises:
-        ConfigError: it cannot be read, or every problem of it.
-    """
-    return _validated(read_yaml(path), path)
 
 
 def set_names(config_dir: str | None = None, group: str = FOLDER) -> list[str]:
@@ -90,6 +84,42 @@ def words_of(
         words.append(f"policy={method.policy}")
     words += overrides
     return later_wins(word for word in words if command == "train" or not is_below(word, TRAINING_ALONE))
+
+
+def words_of_steps(words: Sequence[str], steps: Sequence[str], config_dir: str | None = None) -> dict[str, list[str]]:
+    """Return the overrides of each step of `algo=A+B`: those of all steps, and its own (`A.KEY=VALUE`), which win.
+
+    Keys of `train` that are typed for all hold for the steps that train weights, where there are any.
+
+    Raises:
+        ConfigError: a name that is no algorithm; every key of no step, or that all share.
+    """
+    choices = options("algo", config_dir)
+    refuse(unknown("algo", step, choices) for step in steps if step not in choices)
+    shared: list[str] = []
+    own: dict[str, list[str]] = {step: [] for step in steps}
+    problems: list[str] = []
+    for word in words:
+        typed = word.lstrip("+~").partition("=")[0]
+        step, _, key = typed.partition(".")
+        if step not in own:
+            shared.append(word)
+            problems += [unknown(typed, step, own)] if step in choices else []
+            continue
+        if key in ("algo", "algo.name"):
+            problems.append(f"{typed}: a step is its algorithm, which algo= names")
+        elif key == "task" or (is_below(key, SHARED) and key != "eval.every"):
+            problems.append(f"{typed}: is the same for all; type {key}= or leave it out")
+        own[step].append(word.replace(f"{step}.", "", 1))
+    refuse(problems)
+    training = {step: "train" in stage_schema(step).model_fields for step in steps}
+    return {
+        step: later_wins(
+            [f"algo={step}", *(w for w in shared if trains or not (any(training.values()) and is_below(w, ("train",))))]
+            + own[step]
+        )
+        for step, trains in training.items()
+    }
 
 
 def is_below(word: str, keys: Sequence[str]) -> bool:

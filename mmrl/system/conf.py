@@ -74,15 +74,6 @@ def later_wins(words: Iterable[str]) -> list[str]:
     return list({word.partition("=")[0].lstrip("+"): word for word in words}.values())
 
 
-def chained(algo: str, folders: Iterable[Path]) -> list[str]:
-    """Return the algorithms that a choice of `algo=` stands for: itself, or those that its file lists as `stages`.
-
-    Args:
-        folders: config folders, first wins.
-    """
-    return [str(name) for name in _content("algo", algo, folders).get("stages") or [algo]]
-
-
 def _content(group: str, name: str, folders: Iterable[Path]) -> dict[str, Any]:
     """Return the content of a choice's file, of the first folder that has it; empty where Hydra will refuse it."""
     import yaml

@@ -13,10 +13,11 @@ SMALL = (
     *("seed=0", "hardware.threads=1", "run.progress=false", f"run.dir={RUN}", "eval.items=2", "eval.bootstrap=100"),
     *("eval.every=1", "train.batch_size=2", "train.save_every=1", "algo.group_size=2", "train.lr=0.001"),
 )
-CHAIN = (
-    *(f"{RUN}/set.yaml", f"{RUN}/1_miprov2/config.yaml", f"{RUN}/1_miprov2/prompts/trials.jsonl", f"{RUN}/policy.json"),
-    *(f"{RUN}/2_sft/config.yaml", f"{RUN}/2_sft/checkpoints/.*", f"{RUN}/2_sft/summary.json"),
-    *(f"{RUN}/3_mmgrpo/config.yaml", f"{RUN}/3_mmgrpo/journal/*", f"{RUN}/3_mmgrpo/checkpoints/c*"),
+RUNS = "outputs/sets/runs/banking77"
+STEPS_MARKS = (
+    *(f"{RUNS}/miprov2/*/config.yaml", f"{RUNS}/miprov2/*/prompts/trials.jsonl", f"{RUNS}/miprov2/*/policy.json"),
+    *(f"{RUNS}/sft/*/config.yaml", f"{RUNS}/sft/*/checkpoints/.*", f"{RUNS}/sft/*/summary.json"),
+    *(f"{RUNS}/mmgrpo/*/config.yaml", f"{RUNS}/mmgrpo/*/journal/*", f"{RUNS}/mmgrpo/*/checkpoints/c*"),
     *(f"{RUN}/set.html", ""),
 )
 
@@ -51,12 +52,13 @@ def _train(*words: str, share: float, stop: tuple[str, int] | None = ("collect",
 
 BUILD = ("index", "build", f"corpus={FOLDER / 'documents.jsonl'}", f"index={RUN}")
 EVAL = ("eval", "policy=tiny", "task=qa_direct", "eval.items=8", "seed=0", "hardware.threads=1", f"run.dir={RUN}")
-STAGES = (
-    *("train", "stages=[miprov2,sft,mmgrpo]", "task=banking77", "seed=0", "hardware.threads=1", "run.progress=false"),
-    *(f"run.dir={RUN}", "eval.items=2", "eval.bootstrap=100", "eval.every=1", "task.data.train_items=12"),
-    *("train.steps=2", "train.batch_size=2", "train.save_every=1", "stage.mmgrpo.algo.rollouts=2"),
-    *("stage.miprov2.algo.auto=null", "stage.miprov2.algo.num_candidates=2", "stage.miprov2.algo.num_trials=3"),
-    "stage.miprov2.algo.prompt_max_tokens=32",
+STEPS = (
+    *("compare", "algo=miprov2+sft+mmgrpo", "task=banking77", "hardware.threads=1", "run.progress=false"),
+    *(f"out={RUN}", "eval.items=2", "eval.bootstrap=100", "eval.every=1", "task.data.train_items=12"),
+    *("sft.train.steps=2", "sft.train.batch_size=2", "sft.train.save_every=1"),
+    *("mmgrpo.train.steps=2", "mmgrpo.train.batch_size=2", "mmgrpo.train.save_every=1", "mmgrpo.algo.rollouts=2"),
+    *("miprov2.algo.auto=null", "miprov2.algo.num_candidates=2", "miprov2.algo.num_trials=3"),
+    "miprov2.algo.prompt_max_tokens=32",
 )
 CASES: dict[str, Case] = {
     "grpo": _train("task=qa_direct", "algo=grpo", "train.steps=3", "train.keep=1", share=4),
@@ -74,7 +76,7 @@ CASES: dict[str, Case] = {
         ranks=(0, 1, None),
     ),
     # Each of its runs is a process, so it is struck from outside.
-    "stages": Case(words=STAGES, again=("train", f"resume={RUN}"), share=2, marks=CHAIN),
+    "steps": Case(words=STEPS, again=STEPS, share=2, marks=STEPS_MARKS),
     "eval": Case(words=EVAL, again=("eval", f"resume={RUN}"), share=2, stop=("summary", 1)),
     "index": Case(words=BUILD, again=BUILD, share=2, stop=("index finish", 1)),
 }

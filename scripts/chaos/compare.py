@@ -13,8 +13,8 @@ import yaml
 
 from mmrl.config import schema_of, validate_stored
 
-PER_START = ("environment.json", "run.lock", "optimiser.log", "set.html", "set.md", "set.json", "figure.svg")
-"""Files that say who ran where and when; a set's pages have the time at which they were written."""
+PER_START = ("environment.json", "run.lock", "set.html", "set.md", "set.json", "set.tex", "figure.svg")
+"""Files that say who ran where and when, as logs do; a set's pages have the time at which they were written."""
 NOT_COMPARED = ("time/", "rate/", "memory/", "endpoint/")
 """Metric families that a clock or the machine decides; all others are bit-equal on the same inputs."""
 WANDB = re.compile(r"tmp/[^/]*wandb-(media|artifacts)(/|$)")
@@ -39,7 +39,13 @@ def differences(expected: Path, actual: Path) -> list[str]:
     found += [f"{name}: should not be there" for name in sorted(names[1] - names[0])]
     for name in sorted(names[0] & names[1]):
         one, two = expected / name, actual / name
-        if one.is_dir() or two.is_dir() or one.name in PER_START or one.read_bytes() == two.read_bytes():
+        if (
+            one.is_dir()
+            or two.is_dir()
+            or one.name in PER_START
+            or one.suffix == ".log"
+            or one.read_bytes() == two.read_bytes()
+        ):
             continue
         if problem := _problem(one, two):
             found.append(f"{name}: {problem}")

@@ -58,7 +58,7 @@ def test_a_sweep_with_folders_of_its_own_keeps_what_is_finished_and_continues_th
                 (run.path / "report.html").write_text("<html></html>")
     done = []
     monkeypatch.setattr("mmrl.sets.sweep.begin", lambda config, command: done.append(("train", config.run.dir)) or 0)
-    monkeypatch.setattr("mmrl.sets.sweep.resume", lambda folder, config: done.append(("resume", str(folder))) or 0)
+    monkeypatch.setattr("mmrl.sets.sweep.resume", lambda folder: done.append(("resume", str(folder))) or 0)
     assert main(words) == 0
     assert done == [("resume", "runs/s1"), ("train", "runs/s2")]
     assert "finished before, kept: runs/s0" in capsys.readouterr().out

@@ -166,7 +166,7 @@ MISTAKES = [
     ("train model.modules.reranker.froze=true", "model.modules.reranker.froze: unknown key; did you mean 'frozen'?"),
     *((f"doctor examples={text}", f"examples: got '{text}', expected ") for text in ("0", "-1", "x", "²")),
     # names that no file can have
-    (f"show {LONG}", f"{LONG}/set.yaml: File name too long"),
+    (f"show {LONG}", f"{LONG}: File name too long"),
     (f"train run.dir={LONG}", f"{LONG}: File name too long"),
     (f"credit algo=grpo rollouts={LONG}", f"{LONG}: File name too long"),
     ("new-task", "mmrl new-task: got 0 names"),

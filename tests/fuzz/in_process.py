@@ -95,6 +95,7 @@ def nothing_runs() -> Iterator[None]:
 
 _STAND_INS: Mapping[str, object] = {
     "mmrl.run.session.begin": 0,
+    "mmrl.sets.sweep.begin": 0,
     "mmrl.run.eval.evaluate_policy": 0,
     "mmrl.run.eval.resume_evaluation": 0,
     "mmrl.run.check.check_all": None,

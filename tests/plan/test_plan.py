@@ -517,13 +517,10 @@ def test_no_room_for_a_call_is_said(capsys):
     assert plan["evaluations"] is None and any("engine.gpu_memory" in warning for warning in plan["warnings"])
 
 
-def test_stages_are_planned_in_turn(capsys):
-    chain = planned(capsys, "algo=better_together", "task=banking77")["stages"]
-    assert [stage["stage"] for stage in chain] == [1, 2]
-    assert chain[0]["rollouts_at_most"] == chain[0]["trials"] * chain[0]["validation_examples"] + 240
-    alone = planned(capsys, "algo=mmgrpo", "task=banking77")
-    assert chain[1]["calls"] == alone["calls"] and chain[1]["memory_bytes"] == alone["memory_bytes"]
-    (sft,) = planned(capsys, "algo=sft", "task=banking77", "train.steps=3", "train.batch_size=4")["stages"]
-    assert sft == {"stage": 1, "steps": 3, "sequences": 12}
+def test_runs_without_credit_are_counted(capsys):
+    prompts = planned(capsys, "algo=miprov2", "task=banking77")
+    assert prompts["rollouts_at_most"] == prompts["trials"] * prompts["validation_examples"] + 240
+    sft = planned(capsys, "algo=sft", "task=banking77", "train.steps=3", "train.batch_size=4")
+    assert sft == {"version": 1, "steps": 3, "sequences": 12}
     assert main(["plan", "algo=sft", "task=banking77"]) == 0
     assert "steps" in capsys.readouterr().out

@@ -235,6 +235,59 @@ def test_a_run_that_stopped_is_continued_with_the_same_objects(
     again.classify.predict.lm.served.close()
 
 
+STEPS: dict[str, Any] = SETTINGS | {
+    "train": {"steps": 1, "batch_size": 2, "save_every": 1},
+    "miprov2": {"algo": {"auto": None, "num_candidates": 2, "num_trials": 2, "prompt_max_tokens": 16}},
+    "mmgrpo.algo.rollouts": 2,
+}
+STEPS.pop("algo.rollouts")
+
+
+def test_steps_run_one_after_the_other_and_go_on_where_they_were_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """With the objects of this process: prompts, then weights from there; the first step is not touched again."""
+    folder = tmp_path / "run"
+    optimizer = MMRL(metric, model="tiny_dspy", run_dir=folder, **STEPS)
+    given: dict[str, Any] = {"trainset": trainset(), "valset": DEVSET, "algo": ["miprov2", "mmgrpo"]}
+    write = RunDir.append_metrics
+
+    def stops(run: RunDir, step: int, metrics: Any) -> None:
+        write(run, step, metrics)
+        if run.path.name == "2_mmgrpo":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as stopping:
+        stopping.setattr(RunDir, "append_metrics", stops)
+        with pytest.raises(KeyboardInterrupt) as stopped:
+            optimizer.compile(Router(), **given)
+    assert stopped.value.__notes__ == [f"continue with: MMRL(…).compile(…, resume={str(folder)!r}) in Python"]
+    assert not RunDir.read(folder / "2_mmgrpo").finished
+    before = {path: path.stat().st_mtime_ns for path in (folder / "1_miprov2").rglob("*") if path.is_file()}
+
+    def refused(by: MMRL, **changed: Any) -> str:
+        with pytest.raises(MmrlError) as error:
+            by.compile(Router(), **{**given, "resume": folder, **changed})
+        return str(error.value)
+
+    assert "exists and is not empty" in refused(optimizer, resume=None)
+    assert "is a run itself, expected the folder of 1_miprov2, 2_mmgrpo" in refused(
+        optimizer, resume=folder / "1_miprov2"
+    )
+    assert "has 1_miprov2, expected the folder of 1_gepa, 2_mmgrpo" in refused(optimizer, algo=["gepa", "mmgrpo"])
+    assert "no such folder" in refused(optimizer, resume=tmp_path / "none")
+    assert "the dev examples are not those" in refused(optimizer, valset=DEVSET[:2])
+    assert "train.lr=0.0003 (requested: 0.5)" in refused(MMRL(metric, model="tiny_dspy", **STEPS, **{"train.lr": 0.5}))
+    assert "algo: got []" in refused(optimizer, algo=[])
+    assert "algo=['miprov2', 'mmgrpo']" in refused(optimizer, algo="better_together", resume=None)
+    trained = optimizer.compile(Router(), resume=folder, **given)
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert trained.run_dir == folder / "2_mmgrpo" and RunDir.read(trained.run_dir).finished
+    assert RunDir.read(trained.run_dir).config["start"]["run"] == str(folder / "1_miprov2")
+    assert "miprov2+mmgrpo" in capsys.readouterr().out and (folder / "set.html").is_file()
+    trained.classify.predict.lm.served.close()
+
+
 def test_what_is_wrong_is_an_exception_with_the_command_s_sentence(tmp_path: Path, capsys: Any) -> None:
     """Nothing exits, nothing is written, and every problem of the config is named at once."""
     folder = tmp_path / "run"

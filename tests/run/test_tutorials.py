@@ -24,10 +24,10 @@ def test_a_tutorial_is_evaluated_and_may_be_trained(name, tmp_path, monkeypatch)
     program, field, modules = TUTORIALS[name]
     words = ["task=dspy", f"task.program={name}:{program}", f"task.metric={name}:metric", f"task.inputs=[{field}]"]
     words += ["hardware=cpu", f"task.data.dev={name}:devset"]
-    (config,) = train_configs(
-        read_line(["algo=better_together", "model.path=tiny_prompts", f"task.data.train={name}:trainset", *words])
-    )
-    assert not check(config)
+    for config in train_configs(
+        read_line(["-m", "algo=miprov2,mmgrpo", "model.path=tiny_prompts", f"task.data.train={name}:trainset", *words])
+    ):
+        assert not check(config)
     small = ["task.max_tokens=48", "task.max_context=2048", "eval.items=3", "run.dir=run"]
     assert main(["eval", "policy=tiny_prompts", *words, *small]) == 0
     items = [json.loads(line) for line in next(Path("run/eval").glob("*.jsonl")).read_text().splitlines()]

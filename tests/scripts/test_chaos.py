@@ -163,5 +163,5 @@ def test_a_few_real_trials(tmp_path: Path) -> None:
 def test_a_run_that_outlives_its_time_is_said_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a run that the harness has killed, the code alone (-9) would say nothing."""
     monkeypatch.setattr(children, "LIMIT_S", 0.1)
-    (problem,) = make_reference(Place(tmp_path), "stages").problems
-    assert problem.startswith("stages: the undisturbed run ended at its time limit")
+    (problem,) = make_reference(Place(tmp_path), "steps").problems
+    assert problem.startswith("steps: the undisturbed run ended at its time limit")

@@ -54,7 +54,7 @@ else:
             record |= {"eval/dev/n": 200.0, "eval/dev/f1": step / 5}
         with metrics.open("a") as lines:
             lines.write(json.dumps(record) + "\\n")
-        if step == 1 and os.environ.get("HANGS") and "resume" not in words:
+        if step == 1 and os.environ.get("HANGS") in ("1", words.get("algo")) and "resume" not in words:
             time.sleep(60)
 failed = float(os.environ.get("FAILS", 0))
 scores = {"failed_share": failed} | ({} if failed > 0.5 else {"em_low": 0.1})

@@ -73,14 +73,54 @@ def test_other_settings_are_other_runs_and_what_is_shared_runs_once(calls, capsy
     assert main([*COMPARE[:3], "seed=0", "name=x", "train.steps=1"]) == 0 and len(calls()) == 2
 
 
-def test_a_chain_starts_from_what_the_run_before_has_made(calls, capsys):
-    words = ["compare", "algo=mhgpo_fof,mhgpo_fof+grpo", "seed=0", "name=x", "task=hotpotqa"]
-    assert main([*words, "stage.grpo.train.steps=2", "eval.items=200"]) == 0
+STEPS = ["compare", "algo=mhgpo_fof+grpo", "task=hotpotqa", "name=x", "mhgpo_fof.train.steps=2", "eval.items=200"]
+
+
+def test_a_step_starts_from_what_the_one_before_has_made(calls, capsys):
+    """A row for each, one seed, settings of one step; its policy is named for other commands."""
+    assert main([*STEPS, "train.steps=3", "grpo.algo.group_size=4"]) == 0
     first, second = calls()
     start = first.partition("run.dir=")[2].split()[0]
-    assert f"from={start}" in second and "algo=grpo" in second and "train.steps=2" in second
-    assert "train.steps" not in first
-    assert "mhgpo_fof+grpo: starts from the policy of mhgpo_fof" in capsys.readouterr().out
+    assert f"from={start}" in second and "algo=grpo" in second and "algo.group_size=4" in second
+    assert "train.steps=2" in first and "train.steps=3" in second and "group_size" not in first
+    out = capsys.readouterr().out
+    policy = second.partition("run.dir=")[2].split()[0]
+    text = " ".join(out.split())
+    assert "mhgpo_fof+grpo: starts from the policy of mhgpo_fof; its own, for mmrl eval and serve (policy=) and" in text
+    assert f"mmrl export: {policy}" in text and "one seed, as algo=A+B has where none is typed" in text
+    page = json.loads(Path("outputs/sets/x/set.json").read_text())
+    assert [(run["row"], run["seed"]) for run in page["runs"]] == [("mhgpo_fof", 0), ("mhgpo_fof+grpo", 0)]
+    assert main([*STEPS, "train.steps=3", "grpo.algo.group_size=4"]) == 0 and calls() == [], "the same runs"
+    assert main([*STEPS, "train.steps=3", "grpo.algo.group_size=4", "seed=0,1"]) == 0 and len(calls()) == 2
+    assert "one seed" not in Path("outputs/sets/x/set.md").read_text()
+
+
+@pytest.mark.parametrize("killed", ["mhgpo_fof", "grpo"])
+def test_a_comparison_killed_in_any_step_goes_on_there(killed, calls, monkeypatch):
+    code = (
+        "import sys; from mmrl.cli import main; from mmrl.sets import queue; queue.POLL_S = 0.05;"
+        f"queue.MMRL = {queue.MMRL!r}; sys.exit(main({STEPS!r}))"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "HANGS": killed})
+    until = time.monotonic() + 60
+    while not [path for path in (ROOT / killed).glob("*/metrics.jsonl") if len(path.read_text().splitlines()) == 2]:
+        assert time.monotonic() < until and parent.poll() is None
+        time.sleep(0.05)
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    started = calls()
+    assert main(STEPS) == 0
+    (run,) = (path for path in (ROOT / killed).iterdir() if path.is_dir())
+    resumed, *later = calls()
+    assert resumed == f"train resume={run}" and len(started) + len(later) == 2, "no step twice"
+    assert all("from=" in line for line in later)
+
+
+def test_keys_of_training_hold_for_the_steps_that_train_weights(calls):
+    assert main(["compare", "algo=miprov2+mmgrpo", "task=banking77", "train.steps=2", "miprov2.algo.auto=light"]) == 0
+    prompts, weights = calls()
+    assert "train.steps" not in prompts and "train.steps=2" in weights
+    assert "algo.auto=light" in prompts and "algo.auto" not in weights
 
 
 def test_its_page_has_the_command_that_makes_it_again(calls):
@@ -118,7 +158,25 @@ def test_leftovers_of_a_start_killed_at_once_do_not_block(calls):
         ([], "algo: missing"),
         (["algo=mmgrpo", "rows=nope"], "rows: got 'nope'"),
         (["algo=mmgrpo", "scale=paper"], "scale: got paper, and default has no scales"),
-        (["algo=grpo", "stage.ppo.train.steps=3"], "stage: got 'ppo', expected one of grpo"),
+        (["algo=miprov2+"], "algo: got ''"),
+        (
+            ["algo=miprov2+mmgrpo", "gepa.algo.auto=light"],
+            "gepa.algo.auto: got 'gepa', expected one of miprov2, mmgrpo",
+        ),
+        (["algo=miprov2+mmgrpo", "mmgrpo.algo=grpo"], "mmgrpo.algo: a step is its algorithm, which algo= names"),
+        (["algo=miprov2+mmgrpo", "mmgrpo.task=hover"], "mmgrpo.task: is the same for all; type task= or leave it out"),
+        (["algo=miprov2+mmgrpo", "mmgrpo.eval.split=test"], "mmgrpo.eval.split: is the same for all"),
+        (["algo=miprov2+mmgrpo", "mmgrpo.seed=1"], "mmgrpo.seed: is the same for all"),
+        (["algo=miprov2+mmgrpo", "task=banking77", "mmgrpo.model=hf", "mmgrpo.model.path=a/b"], "is tiny (tiny_dspy)"),
+        (["algo=miprov2+mmgrpo", "task=banking77", "mmgrpo.model.revision=x"], "from which it starts, is tiny"),
+        (["algo=miprov2+mmgrpo", "task=banking77", "mmgrpo.train.lrr=1"], "miprov2+mmgrpo: train.lrr: unknown key"),
+        (["algo=miprov2+mmgrpo", "task=banking77", "mmgrpo.algo.teachers=[{name: x, policy: ./no}]"], "./no"),
+        (["algo=miprov2+mmgrpo", "task=banking77", "mmgrpo.task.prompts=a.json"], "starts with those of miprov2"),
+        (["algo=miprov2", "task=banking77", "train.steps=2"], "train.steps: has no effect with algo=miprov2"),
+        (
+            ["algo=mmgrpo+miprov2", "task=hover", "mmgrpo.model.modules={}", "+model.lora={r: 4}"],
+            "mmgrpo: trains weights for each module apart (model.modules, algo.frozen_serving), from which no run",
+        ),
         (["algo=mhgpo_fof", "run.dir=x"], "run.dir: a set has a directory for each run"),
         (["algo=mhgpo_fof", "train.stepps=3"], "train.stepps: unknown key"),
         (["algo=mhgpo_fof", "name=a/b"], "name: got 'a/b'"),
