@@ -105,7 +105,7 @@ def go_on(folder: Path, compose: Compose, command: Sequence[str] = (), *, in_pro
         ConfigError: every problem of the file or of its words; a row's folder holds something else.
     """
     spec = read_file(folder / SET)
-    planner = Planner(spec, "", compose, (), config_dir=spec.config_dir, folder=folder)
+    planner = Planner(spec, compose, (), config_dir=spec.config_dir, folder=folder)
     plan = planner.plan(folder.name, [*spec.rows], [*spec.columns], ())
     if all(state_of(run.path) == "finished" for run in plan.queue):
         raise CheckpointError(f"{folder}: this set is finished; look at it with: mmrl show {folder}")
