@@ -25,9 +25,11 @@ from mmrl.report.charts import (
     PAGE,
     STYLE,
     WINDOW,
+    Line,
     bare_svg,
     standalone,
     whole_steps,
+    with_values,
 )
 from mmrl.report.stats import History, series, splits_in, trailing_mean
 from mmrl.sets.cells import BEHAVIOUR, SetResult, behaviour_in
@@ -171,18 +173,25 @@ class SetFigure:
             return {}
         head = ["column", "diagram", "row", "step", "mean", "low", "high", "seeds", "settings"]
         numbers = pandas.DataFrame(points, columns=head).to_csv(index=False, float_format="%.6g")
-        svg, png = self._rendered()
-        return {"figure.svg": svg, "figure.png": png, "figure.csv": numbers}
+        svg, png, _ = self._drawn
+        return {"figure.svg": standalone(svg), "figure.png": png, "figure.csv": numbers}
 
-    def _rendered(self) -> tuple[str, bytes]:
+    @property
+    def with_values(self) -> str:
+        """The figure for a page whose script shows the means under the pointer."""
+        return standalone(self._drawn[2])
+
+    @cached_property
+    def _drawn(self) -> tuple[str, bytes, str]:
+        """The figure as `<svg>` and as PNG, and as `<svg>` with its values."""
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure as Canvas
 
         across = min(ACROSS, len(self.panels))
-        down = -(-len(self.panels) // across)
+        size = 4.4 * across, 3.1 * (down := -(-len(self.panels) // across))
         with matplotlib.rc_context(STYLE):
-            canvas = Canvas(figsize=(4.4 * across, 3.1 * down), layout="constrained", facecolor=PAGE)
+            canvas = Canvas(figsize=size, layout="constrained", facecolor=PAGE)
             FigureCanvasAgg(canvas)
             for index, (title, diagram, lines) in enumerate(self.panels):
                 axes = canvas.add_subplot(down, across, index + 1)
@@ -205,7 +214,13 @@ class SetFigure:
             svg, png = io.StringIO(), io.BytesIO()
             canvas.savefig(png, format="png", dpi=130)
             canvas.savefig(svg, format="svg", facecolor="none", metadata={"Date": None})
-        return standalone(bare_svg(svg.getvalue(), f"{self.result.name}: {self.caption}")), png.getvalue()
+        bare = bare_svg(svg.getvalue(), f"{self.result.name}: {self.caption}")
+        diagrams: list[tuple[Axes, list[Line]]] = [
+            (axes, [(line.row, line.steps, line.mean, None) for line in lines])
+            for axes, (_, _, lines) in zip(canvas.axes, self.panels, strict=True)
+            if lines
+        ]
+        return bare, png.getvalue(), with_values(bare, size, diagrams)
 
 
 def _join_histories(histories: Sequence[History]) -> History:

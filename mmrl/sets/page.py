@@ -312,7 +312,7 @@ class SetPage:
         """Render the page as HTML."""
         runs = [run for cell_runs in self.result.runs.values() for run in cell_runs]
         lines = [": ".join(filter(None, [str(run.path), run.command_line()])) for run in runs]
-        return rendered("set.html", title=self.result.name, page=self, runs=lines)
+        return rendered("set.html", ["charts.js"] if self.figure else [], title=self.result.name, page=self, runs=lines)
 
     def _latex(self) -> str:
         places, *ours = grid(self.result, after_training)
