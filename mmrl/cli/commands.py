@@ -239,7 +239,7 @@ def compare(context: typer.Context) -> int:
       seed=0,1,2 jobs=N            seeds; runs at once, one thread each; jobs=1
       rows=A,B columns=T,U         some rows and columns of a set, by name
       do=run|plan|show             run; the command of each run; what is there
-      through='srun --gpus-per-node=8'   a command that starts each run, on machines that share this folder
+      through=COMMAND              that starts each run, on machines that share this folder: 'srun --gpus-per-node=8'
       name=NAME out=FOLDER         of the page's folder, outputs/sets/NAME; or that folder
       any other key                a setting of every run, as in `mmrl train`; stage.A.KEY= of one algorithm
       --config-dir FOLDER          configs of your own

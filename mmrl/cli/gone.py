@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 STEPS = "rollouts of several servers are measured, not foretold: train a few steps and read its `time/` metrics"
-SETS = "mmrl compare set=NAME runs conf/set/NAME.yaml, and python -m scripts.papers NAME the papers' tables"
+SETS = "mmrl compare set=NAME runs a set, python -m scripts.papers NAME (make NAME) in a checkout a table of a paper"
 GONE = {
     ("table", ""): SETS,
     ("compare", "scale"): "the papers' tables have scales: python -m scripts.papers NAME scale=mini",
