@@ -10,6 +10,7 @@ import pytest
 
 from mmrl.cli.configs import set_config
 from mmrl.sets import queue
+from scripts import papers
 from scripts.papers.__main__ import main
 
 BASE = """
@@ -340,3 +341,11 @@ def test_the_command_of_every_run_is_printed(calls, capsys):
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  mmrl")]
     assert ["eval.every=3" in line and "train.lr=1" in line for line in lines] == [True, False]
     assert "wandb" in lines[0] and "wandb" not in lines[1]
+
+
+def test_without_a_name_all_tables_are_listed(capsys):
+    assert main([]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["mhgpo-table1", "2506.02718", "Table", "1", "14", "x", "9", "3"] in [line[:8] for line in lines]
+    tables = {path.stem for path in (Path(papers.__file__).parent / "sets").glob("*.yaml")}
+    assert {line[0] for line in lines if line[1:2] and line[1].startswith("25")} == tables
