@@ -390,7 +390,7 @@ class SetResult:
 
     @cached_property
     def notes(self) -> list[str]:
-        """Notes below the tables: problems, shared runs, models and starts."""
+        """Notes below the tables: problems, shared runs, models, starts, and the set's own."""
         sharing: dict[tuple[Path, ...], list[str]] = {}
         for (row, column), runs in self.runs.items():
             name = row if len(self.columns) == 1 else self._pair_name((row, column))
@@ -406,7 +406,7 @@ class SetResult:
         for name in self.rows:
             if start := self.spec.rows[name].from_:
                 notes.append(f"{name}: starts from the policy of {start}")
-        return notes
+        return [*notes, *self.spec.notes]
 
 
 def _paid(values: Sequence[float]) -> float:

@@ -76,6 +76,7 @@ class SetSpec(Base):
     seeds: tuple[int, ...] = Field((0, 1, 2), min_length=1, description="of rows that name none")
     rows: dict[str, Row] = Field(min_length=1, description="in the page's order")
     columns: dict[str, Column] = Field({"": Column()}, min_length=1)
+    notes: tuple[str, ...] = Field((), description="below the tables")
     config_dir: str | None = Field(None, description="written by mmrl train stages=: the --config-dir of its words")
 
     @property

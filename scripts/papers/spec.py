@@ -133,7 +133,6 @@ class Table(sets.SetSpec, Base):
     claims: tuple[Claim, ...] = ()
     figure: Figure | None = None
     case: int | None = Field(None, ge=1, description="steps after which an answer is shown beside the last one")
-    notes: tuple[str, ...] = ()
 
     @property
     def cells(self) -> list[Cell]:

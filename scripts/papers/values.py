@@ -246,7 +246,7 @@ class TableResult(SetResult):
 
     @cached_property
     def notes(self) -> list[str]:
-        """Notes below the tables: those of any set, shared questions, rules of checkpoints, the table's own."""
+        """Notes below the tables: those of any set, shared questions, and rules of checkpoints."""
         notes = [*super().notes]
         if self.shared:
             texts = [f"{one} and {other} share {count}" for (one, other), count in self.shared.items()]
@@ -256,7 +256,7 @@ class TableResult(SetResult):
             )
         rule = "before the evaluations of training collapse (half of the best, and no return)"
         collapsing = [name for name in self.rows if self.spec.rows[name].checkpoint == "before_collapse"]
-        return [*notes, *(f"{name}: the last checkpoint {rule}" for name in collapsing), *self.spec.notes]
+        return [*notes, *(f"{name}: the last checkpoint {rule}" for name in collapsing)]
 
 
 def _verdict(items: Interval | None, seeds: Interval | None, count: int) -> str:
