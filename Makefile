@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 RAY := .venv-ray
 ARGS ?=
 SCALE ?= paper
-TABLES := $(notdir $(basename $(wildcard conf/set/*-*.yaml)))
+TABLES := $(notdir $(basename $(wildcard scripts/papers/sets/*.yaml)))
 
 .PHONY: help setup train compare real bench bench-retrieval chaos fuzz soak test test-slow test-agents check format docs tiny smollm2 clean vllm-cpu test-vllm test-ray tables $(TABLES)
 
@@ -28,19 +28,19 @@ train: $(STAMP) ## train the default run (MHGPO-RR, three-agent search, mini wor
 	$(BIN)/mmrl train $(ARGS)
 
 compare: $(STAMP) ## every algorithm on the mini world, three seeds, one figure (hours; resumable); ARGS='seed=0 jobs=2'
-	$(BIN)/mmrl table mini $(ARGS)
+	$(BIN)/mmrl compare set=mini $(ARGS)
 	$(BIN)/python -m scripts.tables
 
 real: $(STAMP) ## a small pretrained model on official files (docs/real.md), every part and seed (days; resumable); ARGS='columns=banking77 seed=0'
-	$(BIN)/mmrl table real $(ARGS)
+	$(BIN)/mmrl compare set=real $(ARGS)
 
 tables: $(STAMP) ## list the papers' tables, each a target of its own: make mhgpo-table1 SCALE=mini ARGS='seed=0 jobs=2'
-	@$(BIN)/mmrl table
+	@$(BIN)/python -m scripts.papers
 
 # Figure 6 needs a judge at every scale; on the mini world a program is one, where ARGS name no other.
 JUDGE = $(if $(findstring task.judge.url=,$(ARGS))$(findstring do=,$(ARGS)),,$(BIN)/python -m scripts.rubric_judge)
 $(TABLES): $(STAMP)
-	$(if $(filter turn-fig6:mini,$@:$(SCALE)),$(JUDGE)) $(BIN)/mmrl table $@ scale=$(SCALE) $(ARGS)
+	$(if $(filter turn-fig6:mini,$@:$(SCALE)),$(JUDGE)) $(BIN)/python -m scripts.papers $@ scale=$(SCALE) $(ARGS)
 
 bench: $(STAMP) ## measure against TRL and other peers on the CPU, one table (under ten minutes; with model=smollm2_135m an hour); ARGS='only=update,step'
 	$(BIN)/python -m scripts.bench $(if $(model),model=$(model)) $(ARGS)

@@ -16,6 +16,7 @@ from typing import Any
 
 from mmrl.sets.words import set_names
 from scripts.docs import filled
+from scripts.papers.spec import SETS
 
 ROOT = Path(__file__).parents[1]
 PART = "tables that were run"
@@ -91,7 +92,7 @@ def main(arguments: list[str]) -> int:
             (folder / f"{name}.svg").write_bytes(figure.read_bytes())
         (folder / f"{name}.md").write_text(markdown.replace("(figure.png)", f"({name}.svg)"), encoding="utf-8")
         print(f"taken: {name}")
-    part = "\n".join([*HEAD, *(lines[name] for name in set_names() if name in lines)])
+    part = "\n".join([*HEAD, *(lines[name] for name in set_names([SETS]) if name in lines)])
     reproducing.write_text(filled(text, PART, part, by="tables"), encoding="utf-8")
     fill_comparison(outputs)
     return 0

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from textwrap import fill
 
@@ -25,7 +25,7 @@ from mmrl.system.stop import quiet_loops
 
 SPINS = "1000"
 """Looks of a thread of OpenMP's at what it waits for, before it sleeps; numbers do not depend on it."""
-LOADING = ("train", "eval", "doctor", "plan", "serve", "compare", "table", "export")
+LOADING = ("train", "eval", "doctor", "plan", "serve", "compare", "export")
 """Commands that load packages for seconds, on a busy machine for a minute, before they have a word to say."""
 QUICK = {"-h", "--help", "help", "--cfg", "-c"}
 GROUP_CHOICES = """\b
@@ -36,14 +36,18 @@ Any other key of the config can be set too: docs/configuration.md lists them all
 a command line sets. experiment= takes settings of your own under one name."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run `mmrl`. Returns the exit code: 0 done, 1 stopped, 2 bad input, 130 interrupted, 143 ended by SIGTERM."""
+def main(argv: Sequence[str] | None = None, dispatch: Callable[[Sequence[str]], int] | None = None) -> int:
+    """Run `mmrl`. Returns the exit code: 0 done, 1 stopped, 2 bad input, 130 interrupted, 143 ended by SIGTERM.
+
+    Args:
+        dispatch: another program that takes the same words, such as `python -m scripts.papers`.
+    """
     # Around the handlers too, which hold the traceback, and with it the loop whose constructor was ended.
     with quiet_loops():
-        return _main(argv)
+        return _main(argv, dispatch or _dispatch)
 
 
-def _main(argv: Sequence[str] | None) -> int:
+def _main(argv: Sequence[str] | None, dispatch: Callable[[Sequence[str]], int]) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if hasattr(sys.stdout, "reconfigure"):
         # a name that the terminal cannot show is no reason to end
@@ -55,7 +59,8 @@ def _main(argv: Sequence[str] | None) -> int:
     sys.stdout, sys.stderr = HidingStream.around(sys.stdout), HidingStream.around(sys.stderr)
     try:
         with storage(), _sigterm_ends(words):
-            return _dispatch(words)
+            _check_words(words)
+            return dispatch(words)
     except MmrlError as error:
         print_error(error)
         return error.exit_code
@@ -103,7 +108,7 @@ def _sigterm_ends(words: Sequence[str]) -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _dispatch(words: Sequence[str]) -> int:
+def _check_words(words: Sequence[str]) -> None:
     problems = gone.problems(words)
     try:
         os.getcwd()
@@ -123,6 +128,9 @@ def _dispatch(words: Sequence[str]) -> int:
                 "engine.endpoint.key_env takes"
             )
     refuse(problems)
+
+
+def _dispatch(words: Sequence[str]) -> int:
     # `mmrl help`, `mmrl help train`, `mmrl train help`
     if words and "help" in (words[0], words[-1]) and not os.path.exists("help"):
         words = [*(word for word in (words[1:] if words[0] == "help" else words[:-1])), "--help"]

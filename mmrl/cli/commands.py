@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -22,8 +21,6 @@ from mmrl.errors import ConfigError, MmrlError
 
 if TYPE_CHECKING:
     from mmrl.config import TrainCommandConfig
-    from mmrl.sets.command import SetRequest
-    from mmrl.sets.plan import Compose
 
 WORKER = "worker"
 """The hidden command of one process of a run of several."""
@@ -152,7 +149,7 @@ def evaluate(context: typer.Context) -> int:
         configs.print_config("eval", line)
         return 0
     if line.multirun:
-        raise ConfigError("-m: not for mmrl eval; several evaluations are a set with scores (mmrl table)")
+        raise ConfigError("-m: not for mmrl eval; run one for each")
     (config,) = configs.eval_configs(line)
     from mmrl.run.check import check_all
     from mmrl.run.eval import evaluate_policy
@@ -218,10 +215,12 @@ def compare(context: typer.Context) -> int:
     Keys:
       algo=A,B task=T,U            what is run; task=hotpotqa where left out; A+B: B starts from what A has made,
                                    such as prompts, then weights; a row for each; one seed unless typed
+      set=NAME                     or a set of rows and columns: conf/set/NAME.yaml, as the shipped mini and tasks
       seed=0,1,2 jobs=N            seeds; runs at once, one thread each; jobs=1
-      name=NAME                    of the page's folder, outputs/sets/NAME
-      rows= columns= do= scale= through=   as in `mmrl table`
-      out=FOLDER                   where figure and tables go
+      rows=A,B columns=T,U         some rows and columns of a set, by name
+      do=run|plan|show             run; the command of each run; what is there
+      through=COMMAND              that starts each run, on machines that share this folder: 'srun --gpus-per-node=8'
+      name=NAME out=FOLDER         of the page's folder, outputs/sets/NAME; or that folder
       any other key                a setting of every run, as in `mmrl train`; A.KEY= of one algorithm
       --config-dir FOLDER          configs of your own
 
@@ -229,43 +228,16 @@ def compare(context: typer.Context) -> int:
     Examples:
       mmrl compare algo=mhgpo_rr,grpo seed=0,1,2 jobs=2
       mmrl compare algo=miprov2+mmgrpo task=banking77 miprov2.algo.auto=light mmgrpo.train.steps=50
+      mmrl compare set=mini columns=tool_agent seed=0
       mmrl compare outputs/hotpotqa/mhgpo_rr/RUN outputs/hotpotqa/grpo/RUN
     """
-    from mmrl.sets import command
-
-    return command.compare(*_set_request(context, tuple(command.SetKeys.model_fields)))
-
-
-@app.command(**SETTINGS, options_metavar="[NAME] [KEY=VALUE ...]")
-def table(context: typer.Context) -> int:
-    """A set of runs, such as a table of the three papers: run what is missing of it, and show it; all sets: no name.
-
-    \b
-    Keys:
-      rows=A,B columns=C,D seed=0  some of them, by name (also in lower case: mhgpo-rr); all where left out
-      scale=paper|mini|real        the papers' models and data; the mini world with the tiny models; a small real model
-      through='srun --gpus-per-node=8'   a command that starts each run, on machines that share this folder
-      do=run|plan|show             run; cost and commands; what is there
-      jobs=N out=FOLDER            runs at once, here with one thread each; the page's folder: outputs/sets/NAME/SCALE
-      any other key                a setting of every run, as in `mmrl train`
-
-    \b
-    Examples:
-      mmrl table
-      mmrl table mhgpo-table1 scale=mini seed=0
-    """
-    from mmrl.sets import command
-
-    return command.table(*_set_request(context, command.TABLE_KEYS))
-
-
-def _set_request(context: typer.Context, keys: Sequence[str]) -> tuple[SetRequest, Compose]:
     from mmrl.cli import configs, overrides
-    from mmrl.sets.command import SetKeys, SetRequest
+    from mmrl.sets import command
 
-    single = f"mmrl {context.info_name}, which takes lists as they are: seed=0,1"
+    keys, single = tuple(command.SetKeys.model_fields), "mmrl compare, which takes lists as they are: seed=0,1"
     line = overrides.read_line(context.args, command_keys=keys, names=True, single=single)
-    return SetRequest(line.names, line.section(SetKeys), line.words, line.config_dir), configs.set_config
+    request = command.SetRequest(line.names, line.section(command.SetKeys), line.words, line.config_dir)
+    return command.compare(request, configs.set_config)
 
 
 @app.command(

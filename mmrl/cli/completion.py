@@ -12,13 +12,11 @@ from typing import Any, Literal, get_args, get_origin
 
 from typer.core import CompletionItem, TyperCommand, TyperGroup  # type: ignore[attr-defined]
 
-from mmrl.system.conf import GROUPS, conf_dir, options, user_dirs
+from mmrl.system.conf import GROUPS, conf_dir, options
 
 Values = list[str] | None
 """Of a key; None: any."""
 OF_A_RUN = ("docs/configuration.md lists them all", "as in `mmrl train`")
-SETS = ("table",)
-"""Commands that take the name of a set."""
 
 
 class Command(TyperCommand):
@@ -26,7 +24,7 @@ class Command(TyperCommand):
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[CompletionItem]:
         """Complete keys and values; where there are none, the shell offers files."""
-        words = words_for(str(self.name), str(self.help), ctx.args, incomplete)
+        words = words_for(str(self.help), ctx.args, incomplete)
         return [CompletionItem(word) for word in words] or super().shell_complete(ctx, incomplete)
 
 
@@ -52,11 +50,10 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def words_for(command: str, help_text: str, before: Sequence[str], begun: str) -> list[str]:
+def words_for(help_text: str, before: Sequence[str], begun: str) -> list[str]:
     """Return what the word that has begun may become.
 
     Args:
-        command: `train`.
         help_text: its help.
         before: the words after the command, up to this one.
         begun: what is typed of it.
@@ -72,7 +69,6 @@ def words_for(command: str, help_text: str, before: Sequence[str], begun: str) -
         key = typed[-1]
     else:
         found = [f"{name}=" for name in keys(help_text, typed)]
-        found += sets() if command in SETS else []
         return [word for word in found if word.startswith(begun)]
     # Of a list, the last part.
     first, comma, last = begun.rpartition(",")
@@ -90,12 +86,7 @@ def keys(help_text: str, typed: Sequence[str]) -> dict[str, Values]:
     found: dict[str, Values] = dict.fromkeys(own)
     if any(words in help_text for words in OF_A_RUN):
         found |= config_keys(typed)
-    return found | {group: options(group) for group in GROUPS if group in found}
-
-
-def sets() -> list[str]:
-    """Return the names of sets, such as the papers' tables."""
-    return sorted({path.stem for folder in [*user_dirs(), conf_dir()] for path in (folder / "set").glob("*.yaml")})
+    return found | {group: options(group) for group in (*GROUPS, "set") if group in found}
 
 
 def config_keys(typed: Sequence[str]) -> dict[str, Values]:

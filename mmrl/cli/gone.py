@@ -11,9 +11,12 @@ CHAIN = (
 STEP = "a key of one step of mmrl compare algo=A+B is A.KEY=VALUE: miprov2.algo.auto=light"
 STEPS = "rollouts of several servers are measured, not foretold: train a few steps and read its `time/` metrics"
 PUSH = "full weights reach vLLM's servers through disk, adapters too; leave it out"
+SETS = "mmrl compare set=NAME runs a set, python -m scripts.papers NAME (make NAME) in a checkout a table of a paper"
 GONE = {
     **{(command, "engine.push"): PUSH for command in ("train", "eval", "compare", "serve", "plan", "doctor")},
     ("fetch", ""): "in a clone of mmrl: python -m scripts.fetch_model smollm2_135m FOLDER, then model.path=FOLDER",
+    ("table", ""): SETS,
+    ("compare", "scale"): "the papers' tables have scales: python -m scripts.papers NAME scale=mini",
     ("plan", "replicas"): STEPS,
     ("plan", "token_ms"): STEPS,
     **{(command, key): CHAIN for command in ("train", "plan", "doctor") for key in ("stages", "algo=better_together")},
@@ -28,7 +31,9 @@ GONE = {
 def problems(words: Sequence[str]) -> list[str]:
     """Return a sentence for each word of a command line that is gone."""
     command = words[0] if words else ""
-    found = [f"{command}: is gone; {GONE[command, '']}"] if (command, "") in GONE else []
+    if (command, "") in GONE:
+        return [f"mmrl {command}: is gone; {GONE[command, '']}"]
+    found: list[str] = []
     for word in words[1:]:
         key, _, value = word.lstrip("+~").partition("=")
         forms = dict.fromkeys([key, key.partition(".")[0], *(f"{key}={one}" for one in value.strip("[]").split(","))])

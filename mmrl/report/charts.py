@@ -235,23 +235,31 @@ def drawing(size: tuple[float, float] = SIZE) -> Iterator[tuple[Axes, Callable[.
                 # Not by `savefig`, which draws everything once more, for the layout alone.
                 canvas.print_svg(buffer, metadata={"Date": None})
             found = bare_svg(buffer.getvalue(), title)
-            if not lines:
-                return found
-            values = html.escape(json.dumps(_hover(axes, 72 * size[0], lines), separators=(",", ":")))
-            return found.replace("<svg", f'<svg data-hover="{values}"', 1)
+            return with_values(found, size, [(axes, lines)]) if lines else found
 
         yield axes, svg
 
 
-def _hover(axes: Axes, width: float, lines: Sequence[Line]) -> dict[str, object]:
-    """Return where the axis of steps lies in the SVG and what it begins and ends with, and the values of each line."""
+def with_values(svg: str, size: tuple[float, float], diagrams: Sequence[tuple[Axes, Sequence[Line]]]) -> str:
+    """Give a drawn `<svg>` the values of its diagrams, which the page's script shows under the pointer.
+
+    Args:
+        size: of the drawing, in inches.
+    """
+    values = html.escape(json.dumps([_hover(axes, size, lines) for axes, lines in diagrams], separators=(",", ":")))
+    return svg.replace("<svg", f'<svg data-hover="{values}"', 1)
+
+
+def _hover(axes: Axes, size: tuple[float, float], lines: Sequence[Line]) -> dict[str, object]:
+    """Return where a diagram lies in the SVG, the first and last step of its axis, and the values of each line."""
 
     def rounded(values: np.ndarray | None) -> list[float] | None:
         return None if values is None else [float(f"{value:.4g}") for value in values]
 
-    place, span = axes.get_position(), axes.get_xlim()
+    place, (width, height) = axes.get_position(), (72 * size[0], 72 * size[1])
+    across, down = [place.x0 * width, place.x1 * width], [(1 - place.y1) * height, (1 - place.y0) * height]
     shown = [[name, steps.tolist(), rounded(values), rounded(means)] for name, steps, values, means in lines]
-    return {"axis": [place.x0 * width, place.x1 * width, *map(float, span)], "lines": shown}
+    return {"axis": [*across, *map(float, axes.get_xlim())], "rows": down, "lines": shown}
 
 
 def bare_svg(svg: str, title: str) -> str:

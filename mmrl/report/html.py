@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -68,15 +68,12 @@ def write_report(overview: Overview) -> Path:
     monitors = {label: {key: key} for key, label in HEALTH.items() if not _in_modules(key, training)}
     health = _changing(overview, monitors)
     needed = {"charts.js": any([*curves.values(), *module_curves.values(), *health.values()]), "browser.js": blocks}
-    names = [name for name, where in needed.items() if where]
-    scripts = [PackageLoader("mmrl.report").get_source(templates(), name)[0] for name in names]
     facts = {name: fact for name, fact in overview.environment.items() if name != "config"}  # it has its own section
     page = rendered(
         "run.html",
+        [name for name, where in needed.items() if where],
         blocks=blocks,
         all_blocks=len(browser.step_files(overview)),
-        scripts=scripts,
-        digests=[base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts],
         overview=overview,
         title=overview.name,
         facts=" · ".join(run_facts(overview)),
@@ -138,9 +135,15 @@ def templates() -> Environment:
     return environment
 
 
-def rendered(template: str, **values: object) -> bytes:
-    """Render a page of `templates/`, as UTF-8."""
-    page = templates().get_template(template).render(dark_css=DARK_CSS, **values)
+def rendered(template: str, scripts: Sequence[str] = (), **values: object) -> bytes:
+    """Render a page of `templates/`, as UTF-8.
+
+    Args:
+        scripts: files there that run in it.
+    """
+    sources = [PackageLoader("mmrl.report").get_source(templates(), name)[0] for name in scripts]
+    by_digest = {base64.b64encode(hashlib.sha256(source.encode()).digest()).decode(): source for source in sources}
+    page = templates().get_template(template).render(dark_css=DARK_CSS, scripts=by_digest, **values)
     # A model may have written a lone surrogate, which UTF-8 cannot hold.
     return hide(without_codes(readable(page))).encode("utf-8", "replace")
 

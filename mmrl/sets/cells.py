@@ -1,4 +1,4 @@
-"""Cells of a set, computed from its runs: scores over seeds, before and after training, row against row, claims.
+"""Cells of a set, computed from its runs: scores over seeds, before and after training, row against row.
 
 Reads run directories only. A cell is blank where nothing was evaluated, and refused as an average where the configs of
 its seeds differ.
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from statistics import NormalDist, fmean, stdev
-from typing import NamedTuple
+from statistics import fmean, stdev
+from typing import ClassVar, NamedTuple
 
 import pandas
 
@@ -22,13 +22,12 @@ from mmrl.errors import MmrlError
 from mmrl.report.overview import Item, Overview
 from mmrl.report.rundir import RunDir
 from mmrl.report.stats import Difference, paired_difference, series, stratified_interval
-from mmrl.sets.queue import Run, SetRun, has_scores
+from mmrl.sets.queue import Run, SetRun
 from mmrl.sets.settings import VARYING, differing, seeds_text, settings_text
-from mmrl.sets.spec import MAIN, SCALES, Cell, Claim, SetSpec
+from mmrl.sets.spec import SetSpec
 
 LEAST_ITEMS, LEAST_SEEDS, LEAST_GAIN = 200, 3, 0.05
 """"Learns" asks for: evaluated items, seeds (all of them), after - before."""
-CellOrMean = Cell | str
 Interval = tuple[float, float]
 
 
@@ -94,29 +93,19 @@ class Scored:
     @property
     def finished(self) -> bool:
         """True if the run ended with scores."""
-        if self.overview.evaluates:
-            return self.overview.run.finished and has_scores(self.overview.run)
         return bool(self.overview.summary)
 
     @cached_property
     def before(self) -> pandas.DataFrame:
-        """Scores before training; empty for an evaluation, and where nothing was evaluated."""
-        steps = {} if self.overview.evaluates else _evaluated(self.chain[0])
-        return _scores(steps[min(steps)] if steps else [])
+        """Scores before training; empty where nothing was evaluated."""
+        steps = _evaluated(self.chain[0])
+        return scores_of(steps[min(steps)] if steps else [])
 
     @cached_property
     def after(self) -> pandas.DataFrame:
         """Scores of the last evaluation; empty before there is a second one."""
-        if self.overview.evaluates:
-            evaluated = self.overview.items.values()
-            return _scores([item for steps in evaluated for items in steps.values() for item in items])
         steps = _evaluated(self.overview)
-        return _scores(steps[max(steps)] if len(steps) > 1 else [])
-
-    @property
-    def questions(self) -> tuple[object, ...]:
-        """Task, data and item ids: equal for evaluations of the same items."""
-        return self.overview.get("task.name"), self.overview.get("task.dataset"), frozenset(self.after.index)
+        return scores_of(steps[max(steps)] if len(steps) > 1 else [])
 
     @property
     def latest(self) -> pandas.DataFrame:
@@ -150,7 +139,7 @@ def _evaluated(overview: Overview) -> Mapping[int, Sequence[Item]]:
     return {step: items for step, items in overview.items.get(overview.split, {}).items() if step in complete}
 
 
-def _scores(items: Sequence[Item]) -> pandas.DataFrame:
+def scores_of(items: Sequence[Item]) -> pandas.DataFrame:
     """Return the (items, metrics) table of one evaluation; NaN where an item has not reached a module."""
     by_item = {
         item["id"]: item["metrics"] | {f"module/{name}": value for name, value in item.get("modules", {}).items()}
@@ -174,16 +163,13 @@ def behaviour_in(scores: pandas.DataFrame, behaviour: Behaviour) -> float | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """A value of a row, in one column or as a mean."""
+    """A value of a row after training."""
 
     row: str
     label: str
-    """Short name of the cell, or the name of the mean."""
-    column: str | None
-    score: str | None
-    """None: a mean of cells."""
+    """Name of the column."""
     seeds: Mapping[int, float]
-    """Seed -> value, in the table's unit."""
+    """Seed -> value."""
     mean: float | None
     """None without an evaluation."""
     std: float | None
@@ -192,30 +178,8 @@ class Value:
     """Number of seeds of the row."""
     interval: Interval | None
     items: int
-    paper: float | None
-    paper_std: float | None
-    agrees: bool | None
-    """True if our value agrees with the paper's; None: no value to compare, another scale, or other settings."""
     other: bool
     """True: runs of it were made with other settings than the set's."""
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Verdict of our runs on a claim."""
-
-    claim: Claim
-    verdict: str
-    """`held`, `not held`, `undecided`, `not run`, or `not comparable at mini`."""
-    difference: float | None = None
-    interval: Interval | None = None
-    """95 % over items."""
-    over_seeds: Interval | None = None
-    """95 % over the seeds' means (t distribution); None for fewer than two seeds."""
-    items: int = 0
-    seeds: int = 0
-    rests_on: tuple[str, ...] = ()
-    """Tasks without which a claim over several would not be held."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,11 +188,10 @@ class SetResult:
 
     name: str
     spec: SetSpec
-    scale: str
     rows: Sequence[str]
     columns: Sequence[str]
     runs: Mapping[tuple[str, str], Sequence[Run]]
-    """(row, column) -> the runs with its scores, one per seed: evaluations, or in a set without scores trainings."""
+    """(row, column) -> the runs with its scores, one per seed."""
     queue: Sequence[SetRun] = ()
     """Runs in the order in which they start, each once; none where they are only looked at."""
     extra_notes: Sequence[str] = ()
@@ -236,6 +199,21 @@ class SetResult:
     """Words of the command that makes this page again; none of a page that no command makes by itself."""
     settings: Sequence[str] = ()
     """Settings of every run, as typed."""
+    scored: ClassVar[type[Scored]] = Scored
+
+    @property
+    def decimals(self) -> int:
+        """Digits of scores after the point."""
+        return 3
+
+    @property
+    def about(self) -> Mapping[str, str]:
+        """Facts of the set itself, the first ones above the tables."""
+        return {"shows": self.spec.shows}
+
+    def opening(self, missing: Sequence[SetRun]) -> str:
+        """Return what is about to run."""
+        return f"set {self.name}: {len(self.queue)} runs, {len(missing)} missing"
 
     @cached_property
     def overviews(self) -> dict[Path, Overview | MmrlError]:
@@ -248,6 +226,11 @@ class SetResult:
                 except MmrlError as error:
                     overviews[path] = error
         return overviews
+
+    def overview(self, path: Path | None) -> Overview | None:
+        """Return the overview of a run; None where there is none, or it cannot be read."""
+        overview = self.overviews.get(path) if path is not None else None
+        return overview if isinstance(overview, Overview) else None
 
     @cached_property
     def read(self) -> tuple[dict[tuple[str, str], list[Scored]], list[str]]:
@@ -282,7 +265,7 @@ class SetResult:
             chain += [overview] if overview is not None else []
         if run.path not in self.overviews:
             return None, run.failure()
-        scored = Scored(run.seed, self.metric(*pair), chain)
+        scored = self.scored(run.seed, self.metric(*pair), chain)
         failed = (scored.overview.summary.get("metrics") or {}).get("failed_share", 0)
         partly = f"{failed:.1%} of the rollouts failed from outside and count 0" if failed and scored.finished else ""
         extended = [link.run for link in chain if self.queue and link.run.segments]
@@ -301,11 +284,9 @@ class SetResult:
         """Return row -> its started runs, for the rows of a column that have any."""
         return {row: runs for row in self.rows if (runs := self.started(row, column))}
 
-    def metric(self, row: str, column: str, score: str | None = None) -> str:
-        """Return the metric of a score (None: the first one) on a cell."""
-        measured = self.spec.measured
-        metric = measured[score or next(iter(measured))]
-        return self.runs[row, column][0].metric if metric == MAIN else metric
+    def metric(self, row: str, column: str) -> str:
+        """Return the metric of a cell: the task's main one."""
+        return self.runs[row, column][0].metric
 
     def made_otherwise(self, row: str, column: str) -> bool:
         """True if runs of a cell have other settings than the set's."""
@@ -318,88 +299,44 @@ class SetResult:
     # --- scores
 
     @cached_property
-    def values(self) -> list[Value]:
-        """Values of every cell and mean, row by row."""
-        columns = set(self.columns)
-        cells_of: dict[CellOrMean, Sequence[Cell]] = {
-            cell: [cell] for cell in self.spec.cells if cell.column in columns
-        }
-        for name, averaged in self.spec.means.items():
-            cells = self.spec.selected(averaged)
-            # Averaging fewer columns than the paper does would give a different number under the same name.
-            if {cell.column for cell in cells} <= columns:
-                cells_of[name] = cells
-        return [self._value(row, key, cells) for row in self.rows for key, cells in cells_of.items()]
+    def values(self) -> Sequence[Value]:
+        """Values of every cell, row by row."""
+        return [self._value(row, column) for row in self.rows for column in self.columns]
 
     @property
     def done(self) -> int:
-        """Number of cells with all their seeds; means are not counted."""
-        return sum(value.score is not None and 0 < value.wanted == len(value.seeds) for value in self.values)
+        """Number of cells with all their seeds."""
+        return sum(0 < value.wanted == len(value.seeds) for value in self.values)
 
     @property
     def total(self) -> int:
         """Number of cells."""
-        return len(self.spec.measured) * len(self.runs)
+        return len(self.runs)
 
-    def _value(self, row: str, key: CellOrMean, cells: Sequence[Cell]) -> Value:
-        spec, cell = self.spec, key if isinstance(key, Cell) else None
-        (strata,), weights = self._strata([row], cells)
-        percent = spec.source is not None and spec.source.percent
-        unit = 100.0 if percent and not (cell and cell.score in spec.counts) else 1.0
-        means = unit * _seed_means(strata, weights)
-        items = {column: _item_means(block.loc[means.index]) for column, block in strata.items()} if len(means) else {}
-        interval = stratified_interval({c: unit * m for c, m in items.items()}, weights, (row, str(key)))
-        paper, paper_std = spec.reported(row).get(key, (None, None))
-        agrees, other = None, any(self.made_otherwise(row, cell.column) for cell in cells)
-        if self.scale == "paper" and not other and paper is not None and interval is not None:
-            agrees = bool(abs(means.mean() - paper) <= spec.agree or interval[0] <= paper <= interval[1])
+    def _value(self, row: str, column: str) -> Value:
+        block = self.block(row, column)
+        means, items = block.dropna(axis=1).mean(axis=1).dropna(), item_means(block)
         return Value(
             row=row,
-            label=spec.label(cell) if cell else str(key),
-            column=cell.column if cell else None,
-            score=cell.score if cell else None,
+            label=column or "score",
             seeds={int(seed): float(mean) for seed, mean in means.items()},
             mean=fmean(means) if len(means) else None,
             std=stdev(means) if len(means) > 1 else None,
-            wanted=max((len(self.runs.get((row, cell.column), ())) for cell in cells), default=0),
-            interval=interval,
-            items=sum(map(len, items.values())),
-            paper=paper,
-            paper_std=paper_std,
-            agrees=agrees,
-            other=other,
+            wanted=len(self.runs.get((row, column), ())),
+            interval=stratified_interval({column: items}, {column: 1.0}, (row, column)),
+            items=len(items),
+            other=self.made_otherwise(row, column),
         )
 
-    def _strata(
-        self, rows: Sequence[str], cells: Sequence[Cell]
-    ) -> tuple[list[dict[str, pandas.DataFrame]], dict[str, float]]:
-        """Return the blocks of each row by column, none where a cell has no evaluation; and the weight of each column.
+    def block(self, row: str, column: str, metric: str | None = None) -> pandas.DataFrame:
+        """Return (seeds, items) after training; NaN where an item lacks a module.
 
-        Several columns may ask the same questions, of one policy (on the mini world) or of several: they are one block,
-        named by the first of them, where an item counts once with the mean of its cells. Else an interval over them
-        would come out too narrow.
+        Args:
+            metric: None: the cell's.
         """
-        first: dict[object, str] = {}
-        groups: dict[str, list[Cell]] = {}
-        for cell in sorted(cells):
-            questions = frozenset(run.questions for row in rows for run in self.finished(row, cell.column))
-            groups.setdefault(first.setdefault(questions or cell.column, cell.column), []).append(cell)
-        strata = []
-        for row in rows:
-            blocks = {column: self._block(row, group) for column, group in groups.items()}
-            strata.append(blocks if not any(block.empty for block in blocks.values()) else {})
-        return strata, {column: len(group) / len(cells) for column, group in groups.items()}
-
-    def _block(self, row: str, cells: Sequence[Cell]) -> pandas.DataFrame:
-        """Return (seeds, items) after training, the mean of some cells; NaN where an item lacks a module."""
-        blocks = []
-        for column, score in cells:
-            runs = self.finished(row, column)
-            values = {run.seed: values_of(run.after, self.metric(row, column, score)).to_dict() for run in runs}
-            blocks.append(pandas.DataFrame.from_dict(values, orient="index", dtype=float).dropna(how="all"))
-        seeds = sorted(set.intersection(*(set(block.index) for block in blocks)))
-        first, *rest = (block.loc[seeds] for block in blocks)
-        return sum(rest, first) / len(blocks)
+        runs = self.finished(row, column)
+        values = {run.seed: values_of(run.after, metric or run.metric).to_dict() for run in runs}
+        return pandas.DataFrame.from_dict(values, orient="index", dtype=float).dropna(how="all")
 
     # --- row against row
 
@@ -409,55 +346,14 @@ class SetResult:
         An item's score is its mean over the seeds that both finished; the interval is over items. None without a seed
         or an item in common.
         """
-        (cell,) = (Cell(column, score) for score in self.spec.measured)
-        blocks = [self._block(row, [cell]) for row in (first, second)]
+        blocks = [self.block(row, column) for row in (first, second)]
         seeds = sorted(set(blocks[0].index) & set(blocks[1].index))
-        first_means, second_means = (_item_means(block.loc[seeds]) for block in blocks)
+        first_means, second_means = (item_means(block.loc[seeds]) for block in blocks)
         shared = sorted(first_means.index.intersection(second_means.index))
         if not shared:
             return None
         # Sorted names: swapping the rows gives the same draws, so the intervals mirror each other.
         return paired_difference(second_means[shared], first_means[shared], (0, "compare", *sorted((first, second))))
-
-    @cached_property
-    def verdicts(self) -> list[Verdict]:
-        """Verdicts on the claims whose rows are shown."""
-        claims = [claim for claim in self.spec.claims if {claim.more, claim.than} <= {*self.rows}]
-        return [self._judge(claim) for claim in claims]
-
-    def _judge(self, claim: Claim) -> Verdict:
-        rows = (claim.more, claim.than)
-        cells = [cell for cell in self.spec.selected(claim.cells) if cell.column in self.columns]
-        (higher, lower), weights = self._strata(rows, cells)
-        # A row that is not trained has one run, which stands for all seeds; of another, one that finished does not.
-        alone = any(all(len(self.runs[row, cell.column]) == 1 for cell in cells) for row in rows)
-        pairs = {column: _paired(higher[column], lower[column], alone) for column in higher if lower}
-        if not pairs or any(pair.empty for pair in pairs.values()):
-            return Verdict(claim, "not run")
-        higher, lower = (
-            {column: block.loc[:, block.columns.isin(pairs[column].index)] for column, block in blocks.items()}
-            for blocks in (higher, lower)
-        )
-
-        def judged(weights: Mapping[str, float]) -> Verdict:
-            strata = {column: pairs[column] for column in weights}
-            interval = stratified_interval(strata, weights, (*rows, *claim.cells))
-            seeds, over_seeds = _between_seeds(higher, lower, weights, alone)
-            difference = float(sum(weight * strata[column].mean() for column, weight in weights.items()))
-            verdict = _verdict(interval, over_seeds, seeds)
-            return Verdict(claim, verdict, difference, interval, over_seeds, sum(map(len, strata.values())), seeds)
-
-        verdict = judged(weights)
-        models = [{self.models.get((row, cell.column)) for cell in cells} for row in rows]
-        if self.scale == "mini" and models[0] != models[1]:
-            return replace(verdict, verdict="not comparable at mini")
-        rests = []
-        if verdict.verdict == "held" and len(pairs) > 1:
-            for omitted in pairs:
-                remaining = {column: weight for column, weight in weights.items() if column != omitted}
-                shares = {column: weight / sum(remaining.values()) for column, weight in remaining.items()}
-                rests += [omitted] if judged(shares).verdict != "held" else []
-        return replace(verdict, rests_on=tuple(rests))
 
     # --- what the numbers rest on
 
@@ -469,17 +365,15 @@ class SetResult:
 
     @cached_property
     def head(self) -> dict[str, str]:
-        """Facts above the tables: set, scale, state, and the runs' machines and engines."""
+        """Facts above the tables: set, state, and the runs' machines and engines."""
         overviews = [scored.overview for runs in self.read[0].values() for scored in runs]
 
         def listed(read: Callable[[Overview], object]) -> str:
             return "; ".join(dict.fromkeys(str(text) for run in overviews if (text := read(run))))
 
-        source, own = self.spec.source, self.spec.seeds if self.queue else ()
+        own = self.spec.seeds if self.queue else ()
         facts = {
-            "paper": f"arXiv {source.arxiv}, {source.at}: {self.spec.shows}" if source else "",
-            "shows": "" if source else self.spec.shows,
-            "scale": SCALES.get(self.scale, ""),
+            **self.about,
             "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
             "cells": f"{self.done} of {self.total}",
             "command": shlex.join(self.command),
@@ -496,7 +390,7 @@ class SetResult:
 
     @cached_property
     def notes(self) -> list[str]:
-        """Notes below the tables: shared runs, problems, the rows' notes and the set's."""
+        """Notes below the tables: problems, shared runs, models, starts, and the set's own."""
         sharing: dict[tuple[Path, ...], list[str]] = {}
         for (row, column), runs in self.runs.items():
             name = row if len(self.columns) == 1 else self._pair_name((row, column))
@@ -511,17 +405,14 @@ class SetResult:
         notes += [f"before training {', '.join(models)}"] if models else []
         started_from = {method.from_ for method in self.spec.rows.values()}
         for name in self.rows:
-            method = self.spec.rows[name]
-            if method.from_:
-                text = f"{name}: starts from the policy of {method.from_}"
-                finished = [run for column in self.columns for run in self.finished(name, column)]
-                if finished and name not in started_from and not self.spec.scores:
-                    paths = ", ".join(str(scored.overview.run.path) for scored in finished)
-                    text += f"; its own, for mmrl eval and serve (policy=) and mmrl export: {paths}"
-                notes.append(text)
-            if method.checkpoint == "before_collapse":
-                rule = "before the evaluations of training collapse (half of the best, and no return)"
-                notes.append(f"{name}: the last checkpoint {rule}")
+            if not (start := self.spec.rows[name].from_):
+                continue
+            text = f"{name}: starts from the policy of {start}"
+            trained = [scored.overview for column in self.columns for scored in self.finished(name, column)]
+            if trained and name not in started_from and not any(run.evaluates for run in trained):
+                paths = ", ".join(str(run.run.path) for run in trained)
+                text += f"; its own, for mmrl eval and serve (policy=) and mmrl export: {paths}"
+            notes.append(text)
         return [*notes, *self.spec.notes]
 
 
@@ -530,66 +421,9 @@ def _paid(values: Sequence[float]) -> float:
     return sum(value for value, following in pairwise([*values, 0.0]) if following < value)
 
 
-def _verdict(items: Interval | None, seeds: Interval | None, count: int) -> str:
-    """Return "held" where both intervals lie above 0 with three seeds or more, "not held" where both lie below."""
-    if items is not None and seeds is not None and count >= LEAST_SEEDS:
-        if min(items[0], seeds[0]) > 0:
-            return "held"
-        if max(items[1], seeds[1]) < 0:
-            return "not held"
-    return "undecided"
-
-
-def _seed_means(strata: Mapping[str, pandas.DataFrame], weights: Mapping[str, float]) -> pandas.Series[float]:
-    """Return seed -> weighted mean over the strata, for the seeds that all strata have, on items that all have."""
-    means = [w * strata[column].dropna(axis=1).mean(axis=1) for column, w in weights.items() if column in strata]
-    return pandas.concat(means, axis=1).sum(axis=1, skipna=False).dropna() if means else pandas.Series(dtype=float)
-
-
-def _item_means(block: pandas.DataFrame) -> pandas.Series[float]:
+def item_means(block: pandas.DataFrame) -> pandas.Series[float]:
     """Return item -> mean over the seeds, for the items that all seeds have."""
     return block.mean(skipna=False).dropna().sort_index()
-
-
-def _paired(higher: pandas.DataFrame, lower: pandas.DataFrame, alone: bool) -> pandas.Series[float]:
-    """Return the differences per item, of means over the seeds that both have; `alone`: of all, one row has one run."""
-    seeds = higher.index.intersection(lower.index)
-    if len(seeds) and not alone:
-        higher, lower = higher.loc[seeds], lower.loc[seeds]
-    return (_item_means(higher) - _item_means(lower)).dropna()
-
-
-def _between_seeds(
-    higher: Mapping[str, pandas.DataFrame],
-    lower: Mapping[str, pandas.DataFrame],
-    weights: Mapping[str, float],
-    alone: bool,
-) -> tuple[int, Interval | None]:
-    """Return the number of seeds, and the 95 % t interval of their mean difference; None for fewer than two.
-
-    Args:
-        alone: one row has a single run, which is compared with each of the other row's.
-    """
-    first, second = _seed_means(higher, weights), _seed_means(lower, weights)
-    if alone and 1 in (len(first), len(second)):
-        values = (first - second.iloc[0] if len(second) == 1 else first.iloc[0] - second).to_numpy()
-    else:
-        values = (first - second).dropna().to_numpy()
-    if len(values) < 2:
-        return len(values), None
-    half = student_t(len(values) - 1) * values.std(ddof=1) / len(values) ** 0.5
-    return len(values), (float(values.mean() - half), float(values.mean() + half))
-
-
-def student_t(freedom: int) -> float:
-    """Return the 97.5 % quantile of Student's t distribution."""
-    exact = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
-    if freedom <= len(exact):
-        return exact[freedom - 1]
-    # Fisher's expansion in 1/freedom, from here on right to four digits.
-    z = NormalDist().inv_cdf(0.975)
-    terms = ((z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
-    return float(z + sum(term / freedom**power for power, term in enumerate(terms, start=1)))
 
 
 def _retriever(overview: Overview) -> str:

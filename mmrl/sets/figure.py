@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import pandas
@@ -24,14 +24,14 @@ from mmrl.report.charts import (
     MARKERS,
     PAGE,
     STYLE,
+    Line,
     bare_svg,
     standalone,
     whole_steps,
+    with_values,
 )
-from mmrl.report.overview import Overview
 from mmrl.report.stats import WINDOW, History, series, splits_in, trailing_mean
 from mmrl.sets.cells import BEHAVIOUR, SetResult, behaviour_in
-from mmrl.sets.spec import Diagram, Figure
 from mmrl.system.files import JsonObject
 
 if TYPE_CHECKING:
@@ -46,6 +46,15 @@ def beside(label: str) -> str:
     """Break a label into lines that fit beside an axis; the name of a metric after slashes."""
     words = (word.replace("/", "/\u200b ") if len(word) > LABEL else word for word in label.split(" "))
     return fill(" ".join(words), LABEL).replace("/\u200b ", "/").replace("\u200b", "")
+
+
+class Diagram(NamedTuple):
+    """Diagram of a figure: a metric of training by step, a line for each row."""
+
+    metric: Sequence[str]
+    """Of metrics.jsonl, or eval/METRIC: of evaluations during training; the first that is there is meant."""
+    label: str
+    """Of its axis."""
 
 
 class RowCurve(NamedTuple):
@@ -64,20 +73,18 @@ class SetFigure:
     """Diagrams of the started runs."""
 
     result: SetResult
-    figure: Figure
+    diagrams: Sequence[Diagram] = ()
+    """None: the main metric, the reward and what programs do."""
+    band: Literal["std", "range"] = "range"
+    """Around the mean over seeds: a deviation, or all seeds."""
 
     def histories(self, row: str, column: str) -> dict[int, History]:
-        """Return seed -> the steps of its training run; of a set without scores, of all runs in its chain."""
+        """Return seed -> the steps of its run and of those that it starts from."""
         by_seed: dict[int, History] = {}
         for run in self.result.runs.get((row, column), ()):
-            trainings = [link.path for link in run.chain if link.command == "train"]
-            if self.result.spec.scores:
-                trainings = trainings[-1:]
-            read = [self.result.overviews.get(path) for path in trainings]
-            if read and isinstance(read[-1], Overview):
-                by_seed[run.seed] = _join_histories(
-                    [overview.history for overview in read if isinstance(overview, Overview)]
-                )
+            read = [self.result.overview(link.path) for link in run.chain]
+            if read[-1] is not None:
+                by_seed[run.seed] = _join_histories([overview.history for overview in read if overview is not None])
         return by_seed
 
     @cached_property
@@ -90,7 +97,7 @@ class SetFigure:
             columns.setdefault(tuple(run.trained for run in runs), column)
         panels = []
         for column in columns.values():
-            for diagram in self.figure.diagrams or self._default(column):
+            for diagram in self.diagrams or self._default(column):
                 lines = [line for row in rows if (line := self._line(row, column, diagram)) is not None]
                 panels.append((column if len(columns) > 1 else "", diagram, lines))
         return panels
@@ -112,7 +119,7 @@ class SetFigure:
             diagrams[acts[0]] = acts[0]
         elif modules:
             diagrams[f"module/{modules[0]}/format_rate"] = f"{modules[0]}: parsed (share)"
-        return [Diagram(metric=(metric,), label=label) for metric, label in diagrams.items()]
+        return [Diagram((metric,), label) for metric, label in diagrams.items()]
 
     def _line(self, row: str, column: str, diagram: Diagram) -> RowCurve | None:
         by_seed = {seed: self._curve(history, diagram) for seed, history in self.histories(row, column).items()}
@@ -121,15 +128,13 @@ class SetFigure:
         if curves.empty:
             return None
         mean, low, high = curves.mean(), curves.min(), curves.max()
-        if self.figure.band == "std":
+        if self.band == "std":
             spread = curves.std().fillna(0.0)
             low, high = mean - spread, mean + spread
         return RowCurve(row, len(curves), *map(np.asarray, (curves.columns, mean, low, high)))
 
     def _curve(self, history: History, diagram: Diagram) -> dict[int, float]:
         """Return step -> value of the first of the diagram's metrics that the run has."""
-        # The papers' figures begin at the first step of training.
-        history = [record for record in history if record["step"] or not self.result.spec.scores]
         for metric in diagram.metric:
             on_split = metric.removeprefix("eval/")
             keys = [f"eval/{split}/{on_split}" for split in splits_in(history)] if on_split != metric else [metric]
@@ -143,7 +148,7 @@ class SetFigure:
     @property
     def caption(self) -> str:
         """Meaning of lines, bands and numbers."""
-        band = "from the lowest to the highest seed" if self.figure.band == "range" else "one standard deviation"
+        band = "from the lowest to the highest seed" if self.band == "range" else "one standard deviation"
         lines = f"Mean over seeds, whose number follows each name; bands: {band}."
         made = f" Not with the set's own settings: {self.settings}." if self.settings else ""
         return f"{lines} Training curves are means of {WINDOW} steps.{made}"
@@ -167,18 +172,25 @@ class SetFigure:
             return {}
         head = ["column", "diagram", "row", "step", "mean", "low", "high", "seeds", "settings"]
         numbers = pandas.DataFrame(points, columns=head).to_csv(index=False, float_format="%.6g")
-        svg, png = self._rendered()
-        return {"figure.svg": svg, "figure.png": png, "figure.csv": numbers}
+        svg, png, _ = self._drawn
+        return {"figure.svg": standalone(svg), "figure.png": png, "figure.csv": numbers}
 
-    def _rendered(self) -> tuple[str, bytes]:
+    @property
+    def with_values(self) -> str:
+        """The figure for a page whose script shows the means under the pointer."""
+        return standalone(self._drawn[2])
+
+    @cached_property
+    def _drawn(self) -> tuple[str, bytes, str]:
+        """The figure as `<svg>` and as PNG, and as `<svg>` with its values."""
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure as Canvas
 
         across = min(ACROSS, len(self.panels))
-        down = -(-len(self.panels) // across)
+        size = 4.4 * across, 3.1 * (down := -(-len(self.panels) // across))
         with matplotlib.rc_context(STYLE):
-            canvas = Canvas(figsize=(4.4 * across, 3.1 * down), layout="constrained", facecolor=PAGE)
+            canvas = Canvas(figsize=size, layout="constrained", facecolor=PAGE)
             FigureCanvasAgg(canvas)
             for index, (title, diagram, lines) in enumerate(self.panels):
                 axes = canvas.add_subplot(down, across, index + 1)
@@ -201,7 +213,13 @@ class SetFigure:
             svg, png = io.StringIO(), io.BytesIO()
             canvas.savefig(png, format="png", dpi=130)
             canvas.savefig(svg, format="svg", facecolor="none", metadata={"Date": None})
-        return standalone(bare_svg(svg.getvalue(), f"{self.result.name}: {self.caption}")), png.getvalue()
+        bare = bare_svg(svg.getvalue(), f"{self.result.name}: {self.caption}")
+        diagrams: list[tuple[Axes, list[Line]]] = [
+            (axes, [(line.row, line.steps, line.mean, None) for line in lines])
+            for axes, (_, _, lines) in zip(canvas.axes, self.panels, strict=True)
+            if lines
+        ]
+        return bare, png.getvalue(), with_values(bare, size, diagrams)
 
 
 def _join_histories(histories: Sequence[History]) -> History:

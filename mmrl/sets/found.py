@@ -42,9 +42,7 @@ def found_set(name: str, paths: Sequence[Path], shows: str = "runs side by side"
         for row, row_runs in rows.items():
             runs[row, column] = [_existing_run(run.run.path, metric) for run in _one_per_seed(row, row_runs, notes)]
     spec = SetSpec(shows=shows, rows={row: Row() for row, _ in runs}, columns=columns)
-    return SetResult(
-        name=name, spec=spec, scale="", rows=[*spec.rows], columns=[*columns], runs=runs, extra_notes=notes
-    )
+    return SetResult(name=name, spec=spec, rows=[*spec.rows], columns=[*columns], runs=runs, extra_notes=notes)
 
 
 def _existing_run(path: Path, metric: str = "") -> Run:

@@ -18,7 +18,6 @@ from mmrl.report.html import rendered
 from mmrl.report.stats import duration, fixed, short, signed
 from mmrl.report.tables import Rows, interval, markdown
 from mmrl.report.text import align, filled
-from mmrl.sets.case import case_study
 from mmrl.sets.cells import (
     BEHAVIOUR,
     LEAST_GAIN,
@@ -33,8 +32,7 @@ from mmrl.sets.cells import (
 )
 from mmrl.sets.figure import SetFigure
 from mmrl.sets.settings import difference_rows
-from mmrl.sets.spec import Figure
-from mmrl.system.files import atomic_write, dumps
+from mmrl.system.files import JsonObject, atomic_write, dumps
 
 WIDTH = 120
 """Columns of paragraphs in a terminal."""
@@ -57,11 +55,6 @@ DIFFERENCES = (
     "Besides the algorithm and the keys that it alone has, without seeds, machine and where a run lies; of each row "
     "its first run."
 )
-CLAIMS = (
-    "Claims: mean difference of shares (1 is 100 %), paired on items over the seeds of both rows. Held where both the "
-    f"95 % bootstrap interval over items and the 95 % t interval over the means of {LEAST_SEEDS} or more seeds lie "
-    "above 0, not held where both lie below, else undecided."
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,73 +72,43 @@ class Part:
 # --- scores
 
 
-def _grid(result: SetResult, format_value: Callable[[SetResult, Value], str]) -> Rows:
+def grid(result: SetResult, format_value: Callable[[SetResult, Value], str]) -> Rows:
     """Return a line per row, with a column per cell."""
     by_row = {row: [value for value in result.values if value.row == row] for row in result.rows}
     head = ["", *(value.label for value in next(iter(by_row.values()), []))]
     return [head, *([row, *(format_value(result, value) for value in values)] for row, values in by_row.items())]
 
 
-def _number(result: SetResult, value: float | None, std: float | None = None) -> str:
-    """Return a value as the paper prints it, with its deviation; empty for None."""
-    decimals = result.spec.source.decimals if result.spec.source else 3
-    return " ± ".join(fixed(number, decimals) for number in (value, std) if number is not None)
+def number(result: SetResult, value: float | None, std: float | None = None) -> str:
+    """Return a value with its deviation; empty for None."""
+    return " ± ".join(fixed(part, result.decimals) for part in (value, std) if part is not None)
 
 
-def _ours(result: SetResult, value: Value) -> str:
+def after_training(result: SetResult, value: Value) -> str:
+    """Return the mean after training with its deviation, how many seeds it lacks, and its mark."""
     seeds = f" ({len(value.seeds)} of {value.wanted})" if 0 < len(value.seeds) < value.wanted else ""
-    return _number(result, value.mean, value.std) + seeds + (MARK if value.other and value.seeds else "")
-
-
-def _command_of(result: SetResult, value: Value) -> str:
-    """Return the command that makes a cell, with the seeds and settings as typed."""
-    if result.command[1:2] != ["table"]:
-        return shlex.join(result.command)
-    column = f" columns='{value.column}'" if value.column is not None and len(result.spec.columns) > 1 else ""
-    typed = [word for word in result.command[3:] if not word.startswith(("rows=", "columns=", "scale="))]
-    command = f"mmrl table {result.name} rows='{value.row}'{column} scale={result.scale}"
-    return " ".join([command, *([shlex.join(typed)] if typed else [])])
+    return number(result, value.mean, value.std) + seeds + (MARK if value.other and value.seeds else "")
 
 
 def _cell_rows(result: SetResult) -> Rows:
     """Return a line per cell."""
-    numbers = ["ours", "std", "seeds", "95 % interval", "items", "paper", "difference"]
-    rows = [["row", "place", *numbers, "agrees", "settings", "command"]]
+    rows = [["row", "column", "after", "std", "seeds", "95 % interval", "items", "settings"]]
     for value in result.values:
-        mean, std, paper = (_number(result, number) for number in (value.mean, value.std, value.paper))
-        difference = agrees = ""
-        if result.scale == "paper" and not value.other and value.mean is not None and value.paper is not None:
-            difference = f"{value.mean - value.paper:+.{len(paper.partition('.')[2])}f}"
-        if value.agrees is not None:
-            agrees = "yes" if value.agrees else "no"
-        between = f"[{', '.join(_number(result, end) for end in value.interval)}]" if value.interval else ""
-        seeds = f"{len(value.seeds)} of {value.wanted}"
-        settings = shlex.join(result.settings) if value.other else ""
-        columns = [seeds, between, str(value.items or ""), paper, difference, agrees, settings]
-        columns.append(_command_of(result, value))
-        rows.append([value.row, value.label, mean, std, *columns])
+        mean, std = number(result, value.mean), number(result, value.std)
+        rows.append([value.row, value.label, mean, std, *cell_facts(result, value)])
     return rows
 
 
-def _claim_rows(result: SetResult) -> Rows:
-    """Return a line per claim."""
-    rows = [["claim", "on", "verdict", "difference", "95 % over items", "95 % over seeds", "seeds", "items"]]
-    all_cells = "all cells" if len(result.columns) == len(result.spec.columns) else "the cells shown"
-    for judged in result.verdicts:
-        claim, verdict, numbers = judged.claim, judged.verdict, [""] * 5
-        if judged.rests_on:
-            verdict += f"; rests on {', '.join(judged.rests_on)}"
-        if any(result.made_otherwise(row, column) for row in (claim.more, claim.than) for column in result.columns):
-            verdict += MARK
-        if judged.difference is not None:
-            intervals = [_interval(judged.interval), _interval(judged.over_seeds)]
-            numbers = [signed(judged.difference), *intervals, str(judged.seeds), str(judged.items)]
-        rows.append([f"{claim.more} > {claim.than}", ", ".join(claim.cells) or all_cells, verdict, *numbers])
-    return rows
+def cell_facts(result: SetResult, value: Value) -> list[str]:
+    """Return what a value rests on: seeds, interval, items, and settings that are not the set's."""
+    between = f"[{', '.join(number(result, end) for end in value.interval)}]" if value.interval else ""
+    seeds, settings = f"{len(value.seeds)} of {value.wanted}", shlex.join(result.settings) if value.other else ""
+    return [seeds, between, str(value.items or ""), settings]
 
 
-def _interval(ends: Interval | None) -> str:
-    return f"[{signed(ends[0])}, {signed(ends[1])}]" if ends else "-"
+def ends(interval: Interval | None) -> str:
+    """Format an interval of differences; a dash for None."""
+    return f"[{signed(interval[0])}, {signed(interval[1])}]" if interval else "-"
 
 
 # --- training: before and after
@@ -265,10 +228,10 @@ def _pair_rows(result: SetResult, column: str, rows: Sequence[str]) -> Rows:
     for first, second in combinations(rows, 2):
         if (difference := result.against(first, second, column)) is None:
             continue
-        ends = (difference.low, difference.high)
+        between = (difference.low, difference.high)
         if difference.difference < 0:
-            first, second, ends = second, first, (-difference.high, -difference.low)
-        table.append([f"{first} - {second}", str(difference.n), signed(abs(difference.difference)), _interval(ends)])
+            first, second, between = second, first, (-difference.high, -difference.low)
+        table.append([f"{first} - {second}", str(difference.n), signed(abs(difference.difference)), ends(between)])
     return table
 
 
@@ -284,31 +247,20 @@ class SetPage:
     @cached_property
     def parts(self) -> list[Part]:
         """Tables below the head; a note that several tables share stands below the first."""
-        result, parts = self.result, []
-        if result.spec.scores:
-            parts.append(Part("Ours", _grid(result, _ours)))
-        if any(value.paper is not None for value in result.values):
-            parts.append(
-                Part("The paper", _grid(result, lambda _, value: _number(result, value.paper, value.paper_std)))
-            )
-        if result.verdicts:
-            parts.append(Part("Claims", _claim_rows(result), CLAIMS))
-        if not result.spec.scores:
-            parts += [part for column in result.columns for part in _training_parts(result, column)]
-        if (case := case_study(result)) is not None:
-            parts.append(Part(*case, words=True))
-        if result.spec.scores:
-            parts.append(Part("Every cell", _cell_rows(result), folded=True))
+        parts = [part for column in self.result.columns for part in _training_parts(self.result, column)]
         notes = [part.note for part in parts]
         return [replace(part, note="" if part.note in notes[:index] else part.note) for index, part in enumerate(parts)]
+
+    @property
+    def cells(self) -> Rows:
+        """A line per cell."""
+        return _cell_rows(self.result)
 
     @cached_property
     def figure(self) -> SetFigure | None:
         """Curves; None without data."""
-        spec = self.result.spec
-        declared = spec.figure or (Figure(band="range") if not spec.scores else None)
-        figure = SetFigure(self.result, declared) if declared else None
-        return figure if figure is not None and figure.files else None
+        figure = SetFigure(self.result)
+        return figure if figure.files else None
 
     def text(self) -> str:
         """Render the page for the terminal."""
@@ -335,11 +287,12 @@ class SetPage:
             texts += ["## Notes", "\n".join(f"- {note}" for note in self.result.notes)]
         return "\n\n".join(texts) + "\n"
 
-    def json(self) -> str:
-        """Return the whole page as JSON."""
+    @property
+    def content(self) -> JsonObject:
+        """The whole page, for JSON."""
         result = self.result
-        content = {
-            "version": 2,
+        return {
+            "version": 3,
             "set": result.name,
             "head": result.head,
             "command": shlex.join(result.command),
@@ -347,10 +300,6 @@ class SetPage:
             "cells_done": result.done,
             "cells": result.total,
             "values": [asdict(value) for value in result.values],
-            "claims": [
-                {**judged.claim.model_dump(), **{key: value for key, value in asdict(judged).items() if key != "claim"}}
-                for judged in result.verdicts
-            ],
             "notes": result.notes,
             "runs": [
                 {"row": row, "column": column, "seed": run.seed, "run": run.path, "command": run.command_line()}
@@ -358,27 +307,26 @@ class SetPage:
                 for run in runs
             ],
         }
-        return dumps(content, indent=1) + "\n"
 
     def html(self) -> bytes:
         """Render the page as HTML."""
         runs = [run for cell_runs in self.result.runs.values() for run in cell_runs]
         lines = [": ".join(filter(None, [str(run.path), run.command_line()])) for run in runs]
-        return rendered("set.html", title=self.result.name, page=self, runs=lines)
+        return rendered("set.html", ["charts.js"] if self.figure else [], title=self.result.name, page=self, runs=lines)
 
     def _latex(self) -> str:
-        places, *ours = _grid(self.result, _ours)
+        places, *ours = grid(self.result, after_training)
         table: str = pandas.DataFrame(ours, columns=places).to_latex(index=False, escape=True)
         head = "".join(f"% {name}: {text}\n" for name, text in self.result.head.items())
         return head + table
 
     def write(self, folder: Path) -> list[Path]:
         """Write `set.html`, `.md`, `.json`, `.csv`, `.tex` and a figure's files; returns their paths."""
-        names, *cells = _cell_rows(self.result)
+        names, *cells = self.cells
         files: dict[str, str | bytes] = {
             "set.html": self.html(),
             "set.md": self.markdown(),
-            "set.json": self.json(),
+            "set.json": dumps(self.content, indent=1) + "\n",
             "set.csv": pandas.DataFrame(cells, columns=names).to_csv(index=False),
             "set.tex": self._latex(),
             **(self.figure.files if self.figure else {}),

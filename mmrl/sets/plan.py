@@ -40,13 +40,13 @@ class Planner:
     """
 
     spec: SetSpec
-    scale: str
     compose: Compose
     overrides: Sequence[str]
     typed: Sequence[str] = ()
     config_dir: str | None = None
     runs: dict[Path, SetRun] = field(default_factory=dict)
     composed: dict[tuple[str, ...], Config] = field(default_factory=dict)
+    result: Callable[..., SetResult] = SetResult
 
     def plan(self, name: str, rows: Sequence[str], columns: Sequence[str], seeds: Sequence[int]) -> SetResult:
         """Plan the runs of some rows on some columns.
@@ -71,7 +71,7 @@ class Planner:
             # The column is part of the name only if each column has a training of its own.
             if run.command == "train" and trained[run.row, run.seed] == 1:
                 run.column = ""
-        return SetResult(name=name, spec=spec, scale=self.scale, rows=rows, columns=columns, runs=cells, queue=queue)
+        return self.result(name=name, spec=spec, rows=rows, columns=columns, runs=cells, queue=queue)
 
     def _planned(
         self, rows: Sequence[str], columns: Sequence[str], seeds: Sequence[int]
@@ -91,30 +91,25 @@ class Planner:
                     continue
                 cell_problems = found[row, column] = list[str]()
                 with gathered(cell_problems):
-                    cells[row, column].append(self._run("eval" if spec.scores else "train", row, column, seed))
+                    cells[row, column].append(self.cell_run(row, column, seed))
                 cell_name = f"{row} on {column}" if len(spec.columns) > 1 else row
                 # Those of the row that it starts from are that row's.
                 known = found.get((spec.rows[row].from_, column), ())
                 problems += [f"{cell_name}: {problem}" for problem in cell_problems if problem not in known]
         return cells, problems
 
-    def _run(self, command: Command, row: str, column: str, seed: int) -> SetRun:
-        """Plan a run of a row, with the runs that it starts from."""
+    def cell_run(self, row: str, column: str, seed: int) -> SetRun:
+        """Plan the run whose scores a cell has."""
+        return self.training(row, column, seed)
+
+    def training(self, row: str, column: str, seed: int) -> SetRun:
+        """Plan the training of a row, with those that it starts from."""
         method, after = self.spec.rows[row], None
-        words = words_of(self.spec, row, column, self.scale, command, self.overrides)
+        words = self.words(row, column)
         identity: dict[str, object] = {}
-        if command == "eval" and not method.policy:
-            after = self._run("train", row, column, seed)
-            # The weights come from the run, not from the model that it started from.
-            words = [word for word in words if not word.startswith("model.path=")]
-            # The policy does not exist yet: a placeholder validates, and the training's digest identifies it.
-            config = self._config(command, [*words, "policy=tiny"], seed)
-            config = config.model_copy(update={"policy": str(after.path)})
-            identity = {"of": after.path.name, "checkpoint": method.checkpoint}
-        else:
-            config = self._config(command, words, seed)
-        if command == "train" and method.from_:
-            after = self._run("train", method.from_, column, seed)
+        config = self.config(words, seed)
+        if method.from_:
+            after = self.training(method.from_, column, seed)
             identity = {"of": after.path.name}
             if after.config.kind.weights and (
                 after.config.model.modules is not None or value_at(after.config, "algo.frozen_serving")
@@ -137,24 +132,24 @@ class Planner:
             for group, name in (("model", config.model.name), ("task", config.task.name)):
                 if name in options(group) and not any(word.startswith(f"{group}=") for word in words):
                     words = [f"{group}={name}", *words]
-        task, algo = config.task.name, str(value_at(config, "algo.name") or "eval")
-        path = RUNS / task / algo / f"s{seed}-{digest(config, identity)}"
+        run = SetRun(row=row, column=column, seed=seed, words=words, config=config, path=Path(), after=after)
+        return self.placed(run, identity)
+
+    def words(self, row: str, column: str) -> list[str]:
+        """Return the overrides of a row's training."""
+        return words_of(self.spec, row, column, self.overrides)
+
+    def placed(self, run: SetRun, identity: Mapping[str, object]) -> SetRun:
+        """Give a run its folder, unless the set has it already: then return that one."""
+        task, algo = run.config.task.name, str(value_at(run.config, "algo.name") or "eval")
+        path = RUNS / task / algo / f"s{run.seed}-{digest(run.config, identity)}"
         if path not in self.runs:
-            self.runs[path] = SetRun(
-                command=command,
-                row=row,
-                column=column,
-                seed=seed,
-                words=[*words, f"seed={seed}"],
-                config=config,
-                path=path,
-                metric=main_metrics().get(task, "reward"),
-                after=after,
-                checkpoint=method.checkpoint,
-            )
+            words = [*run.words, f"seed={run.seed}"]
+            self.runs[path] = replace(run, path=path, words=words, metric=main_metrics().get(task, "reward"))
         return self.runs[path]
 
-    def _config(self, command: Command, words: Sequence[str], seed: int) -> Config:
+    def config(self, words: Sequence[str], seed: int, command: Command = "train") -> Config:
+        """Return the config of a run; of runs that differ in the seed alone it is composed once."""
         key = (command, *words)
         if key not in self.composed:
             self.composed[key] = self.compose(command, words, self.config_dir)

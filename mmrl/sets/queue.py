@@ -6,7 +6,6 @@ continues a set that was killed. Children end when this process ends.
 
 from __future__ import annotations
 
-import math
 import os
 import shlex
 import shutil
@@ -19,14 +18,11 @@ from datetime import date
 from pathlib import Path
 from typing import Literal, Self
 
-import numpy as np
-
 from mmrl.config import EvalCommandConfig, StageConfig
 from mmrl.config.base import path_override, value_at
-from mmrl.errors import ConfigError, MmrlError
-from mmrl.models.policy import complete_checkpoints
+from mmrl.errors import ConfigError
 from mmrl.report.rundir import RunDir, holds_only_leftovers, is_run
-from mmrl.report.stats import duration, series
+from mmrl.report.stats import duration
 from mmrl.sets.spec import Command
 from mmrl.system.child_process import end_with_parent
 
@@ -38,8 +34,6 @@ SHARED_S = 10.0
 """Seconds until a shared file system shows what another machine wrote."""
 LOCK_S = 30.0
 """Seconds that a run of a set killed just now has to let go of its directory."""
-COLLAPSED = 0.5
-"""Share of the best evaluation below which training has collapsed, if it never returns."""
 State = Literal["new", "unfinished", "finished"]
 
 
@@ -85,8 +79,6 @@ class SetRun(Run):
     words: Sequence[str]
     """Overrides of the run, without policy= and from=, whose runs may not exist yet."""
     config: StageConfig | EvalCommandConfig
-    checkpoint: str = "last"
-    """Checkpoint of `after` that is evaluated: the row's rule."""
     code: int | None = None
     """Exit code of its process; 0 for a run that was finished before, None where it did not run."""
     reason: str = ""
@@ -103,27 +95,13 @@ class SetRun(Run):
         return self.path.with_name(f"{self.path.name}.log")
 
     def all_words(self) -> list[str]:
-        """Return all overrides of the run, once the run before it has ended.
-
-        Raises:
-            ConfigError: no checkpoint of that run is what the row's rule names.
-        """
+        """Return all overrides of the run, once the run before it has ended."""
         words = [*self.words, path_override("run.dir", self.path)]
-        if self.after is None:
-            return words
-        if self.command == "train":
-            return [*words, f"from={self.after.path}"]
-        policy = self.after.path
-        if self.checkpoint == "before_collapse":
-            policy = before_collapse(policy, self.after.metric)
-        return [*words, path_override("policy", policy)]
+        return words if self.after is None else [*words, f"from={self.after.path}"]
 
     def command_line(self) -> str:
-        """Return the shell command of the run; or why its row's rule names no checkpoint yet."""
-        try:
-            return shlex.join(["mmrl", self.command, *self.all_words()])
-        except MmrlError as error:
-            return str(error)
+        """Return the shell command of the run."""
+        return shlex.join(["mmrl", self.command, *self.all_words()])
 
     def failure(self) -> str:
         """Return the last error that a failed run printed."""
@@ -291,23 +269,3 @@ def state_of(path: Path) -> State:
 def has_scores(evaluation: RunDir) -> bool:
     """Check that an evaluation ended with scores: False where too many of its rollouts failed from outside."""
     return any(name.endswith("_low") for name in evaluation.summary.get("metrics", {}))
-
-
-def before_collapse(run: Path, metric: str) -> Path:
-    """Return the last checkpoint of a run before its evaluations collapse; the newest one where they do not.
-
-    Training has collapsed where the main metric falls below half of its best and stays there to the end.
-
-    Raises:
-        ConfigError: the run has no checkpoint from before.
-    """
-    directory = RunDir.read(run)
-    steps, scores = series(directory.history(), f"eval/{directory.config['eval']['split']}/{metric}")
-    standing = np.flatnonzero(scores >= COLLAPSED * np.maximum.accumulate(scores))
-    collapsed = len(standing) > 0 and standing[-1] < len(steps) - 1
-    latest = steps[standing[-1]] if collapsed else math.inf
-    checkpoints = complete_checkpoints(run / "checkpoints")
-    fitting = [path for path in checkpoints if int(path.name.rpartition("-")[2]) <= latest]
-    if not fitting:
-        raise ConfigError(f"{run}: no checkpoint is left from before its collapse after step {latest} (train.keep)")
-    return fitting[-1]

@@ -4,86 +4,83 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import ValidationError
 
 from mmrl.config.schema import stage_schema
 from mmrl.config.validate import as_tuples, explain
 from mmrl.errors import ConfigError, refuse, unknown
-from mmrl.sets.spec import SCALES, Command, Layer, SetSpec
+from mmrl.sets.spec import Layer, SetSpec, undeclared
 from mmrl.system.conf import conf_dir, later_wins, options, user_dirs
 from mmrl.system.files import read_yaml
 
-FOLDER = "set"
-TRAINING_ALONE = (
-    *("train", "algo", "from", "eval.every", "model.lora", "model.gradient_checkpointing"),
-    *("hardware.sharding", "hardware.cpu_offload", "hardware.rollout_devices"),
-    *("run.doctor", "run.progress", "run.name", "run.report_to", "run.report_calls"),
-    *("run.wandb_project", "run.group", "run.tags"),
-)
-"""Sections and keys that an evaluation does not take."""
+SpecT = TypeVar("SpecT", bound=SetSpec)
+OF_PAPERS = ("source", "scores", "claims", "figure", "paper", "mini", "real")
+"""Keys that tables of papers have besides (scripts/papers)."""
 SHARED = ("task.name", "eval", "seed", "run.dir", "plugins")
 """Sections and keys that are the same for all steps of `algo=A+B`, whose scores are compared; but `eval.every`."""
 
 
-def read_set(name: str, config_dir: str | None = None) -> SetSpec:
+def set_folders(config_dir: str | None = None) -> list[Path]:
+    """Return the folders of sets, first wins."""
+    return [folder / "set" for folder in (*user_dirs(config_dir), conf_dir())]
+
+
+def read_set(schema: type[SpecT], name: str, folders: Sequence[Path], config_dir: str | None = None) -> SpecT:
     """Read a set, with the content of its base.
+
+    Args:
+        folders: of sets, with their bases in `base/`; first wins.
 
     Raises:
         ConfigError: there is none of this name, or every problem of the two files.
     """
-    path = _file_of(name, FOLDER, config_dir)
+    path = _file_of("set", name, folders)
     content = read_yaml(path)
     if isinstance(content, dict) and isinstance(base := content.get("base"), str):
-        content["base"] = read_yaml(_file_of(base, f"{FOLDER}/base", config_dir))
-    spec, declared = _validated(content, path), options("algo", config_dir)
+        content["base"] = read_yaml(_file_of("set/base", base, [folder / "base" for folder in folders]))
+    spec, declared = _validated(content, path, schema), options("algo", config_dir)
     layers = (("algos", spec.algos), ("base.algos", spec.base.algos))
-    if problems := [unknown(key, algo, declared) for key, algos in layers for algo in algos if algo not in declared]:
+    if problems := [problem for key, algos in layers for problem in undeclared(key, algos, declared)]:
         raise ConfigError(f"{path}: {problem}" for problem in problems)
     return spec
 
 
-def set_names(config_dir: str | None = None, group: str = FOLDER) -> list[str]:
+def set_names(folders: Sequence[Path]) -> list[str]:
     """Return the names of all sets, figure 10 after figure 9."""
-    names = [name for name in options(group, config_dir) if "/" not in name]
     return sorted(
-        names, key=lambda name: [part.zfill(4) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+        {path.stem for folder in folders for path in folder.glob("*.yaml")},
+        key=lambda name: [part.zfill(4) if part.isdigit() else part for part in re.split(r"(\d+)", name)],
     )
 
 
-def scales_of(spec: SetSpec) -> list[str]:
-    """Return the scales that a set has words for; [""] for one that has no scales."""
-    layers: list[Layer] = [spec.base]
-    if "base" not in spec.model_fields_set:
-        layers = [spec, *spec.rows.values(), *spec.columns.values()]
-    scaled = {scale: [getattr(layer, scale) for layer in layers] for scale in SCALES}
-    return [scale for scale in SCALES if any(words.set or words.train for words in scaled[scale])] or [""]
-
-
 def words_of(
-    spec: SetSpec, row: str, column: str, scale: str, command: Command, overrides: Sequence[str] = ()
+    spec: SetSpec,
+    row: str,
+    column: str,
+    overrides: Sequence[str] = (),
+    said: Callable[[Layer], Sequence[str]] = lambda layer: [*layer.set, *layer.train],
 ) -> list[str]:
     """Return the overrides of one run of a cell, each key once; later ones win.
 
-    In turn: of base, set, algorithm, column, its cell, row, and `overrides`; an evaluation has those that it can
-    take.
+    In turn: of base, set, algorithm, column, its cell, row, and `overrides`.
+
+    Args:
+        said: gives the words of one of them.
     """
     method, task = spec.rows[row], spec.columns[column]
-    shared = [*spec.base.words_at(scale, command), *spec.words_at(scale, command)]
-    column_words = [*task.words_at(scale, command), *task.cells.get(row, Layer()).words_at(scale, command)]
-    row_words = method.words_at(scale, command)
-    # An evaluation has no algorithm.
-    words_read = [*shared, *column_words, *row_words]
+    shared = [*said(spec.base), *said(spec)]
+    column_words = [*said(task), *(said(task.cells[row]) if row in task.cells else ())]
+    # An evaluation has none.
+    words_read = [*shared, *column_words, *said(method)]
     algo = next((word.partition("=")[2] for word in reversed(words_read) if word.startswith("algo=")), "")
-    algo_words = [word for base in (spec.base, spec) for word in base.algos.get(algo, Layer()).words_at(scale, command)]
+    algo_words = [word for base in (spec.base, spec) if algo in base.algos for word in said(base.algos[algo])]
     # The row's words come last, so that they override those of its algorithm.
-    words = [word for word in [*shared, *algo_words, *column_words] if not is_below(word, method.without)] + row_words
-    if command == "eval" and method.policy:
-        words.append(f"policy={method.policy}")
-    words += overrides
-    return later_wins(word for word in words if command == "train" or not is_below(word, TRAINING_ALONE))
+    words = [word for word in [*shared, *algo_words, *column_words] if not is_below(word, method.without)]
+    return later_wins([*words, *said(method), *overrides])
 
 
 def words_of_steps(words: Sequence[str], steps: Sequence[str], config_dir: str | None = None) -> dict[str, list[str]]:
@@ -127,18 +124,20 @@ def is_below(word: str, keys: Sequence[str]) -> bool:
     return any(f"{word.lstrip('+~').partition('=')[0]}.".startswith(f"{key}.") for key in keys)
 
 
-def _file_of(name: str, group: str, config_dir: str | None) -> Path:
-    if name not in (names := set_names(config_dir, group)):
-        raise ConfigError(unknown(group, name, names))
-    files = [folder / group / f"{name}.yaml" for folder in (*user_dirs(config_dir), conf_dir())]
-    path = next(path for path in files if os.path.lexists(path))
+def _file_of(kind: str, name: str, folders: Sequence[Path]) -> Path:
+    if name not in (names := set_names(folders)):
+        raise ConfigError(unknown(kind, name, names))
+    path = next(path for folder in folders if os.path.lexists(path := folder / f"{name}.yaml"))
     if not path.is_file():
         raise ConfigError(f"{path}: is not a file")
     return path
 
 
-def _validated(content: object, path: Path) -> SetSpec:
+def _validated(content: object, path: Path, schema: type[SpecT]) -> SpecT:
     try:
-        return SetSpec.model_validate(as_tuples(content))
+        return schema.model_validate(as_tuples(content))
     except ValidationError as error:
-        raise ConfigError(f"{path}: {problem}" for problem in explain(SetSpec, error)) from None
+        problems = explain(schema, error)
+        if any(problem.startswith(tuple(f"{key}: unknown" for key in OF_PAPERS)) for problem in problems):
+            problems.append("tables with values of a paper, scores or scales are run by: python -m scripts.papers NAME")
+        raise ConfigError(f"{path}: {problem}" for problem in problems) from None

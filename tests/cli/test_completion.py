@@ -31,7 +31,7 @@ def completed(line, monkeypatch, capsys):
         ("mmrl train train.schedule = co", ["cosine", "constant"], ["linear"]),
         ("mmrl train model.gradient_checkpointing = ", ["true", "false"], []),
         ("mmrl plan dev", ["device="], []),
-        ("mmrl table mh", ["mhgpo-table1"], ["mmgrpo-table1"]),
+        ("mmrl compare set=m", ["set=mini"], ["set=tasks"]),
         ("mmrl index build sto", ["stopwords="], []),
         ("mmrl train resume = ", [], ["train.steps="]),
     ],

@@ -33,7 +33,6 @@ DEEP = {
     "doctor": "",
     "eval": "policy=tiny",
     "compare": "algo=grpo seed=0",
-    "table": "mhgpo-table6 rows=4 scale=mini seed=0",
     "credit": "algo=mhgpo_rr rollouts=file.json",
 }
 """Commands that compose a config, and words without which they refuse everything."""

@@ -14,8 +14,8 @@ from mmrl.plan.cost import GIB, GPUS, Device, Gpu, evaluation_seconds, known_gpu
 from mmrl.plan.shapes import KNOWN, Shape
 from mmrl.plan.workload import Lengths, Load, declared_rollout, mean_rollout, unique_tokens
 from mmrl.records import Call, Forest, Rollout
-from mmrl.sets.words import read_set, words_of
 from mmrl.system.conf import later_wins
+from scripts.papers.spec import read_table, table_words
 from tests.helpers.runs import fake_run
 
 
@@ -391,8 +391,7 @@ def test_rollouts_beside_the_update_cost_the_longer_of_the_two(capsys):
 
 def row(column):
     """The words of the row mmGRPO of the paper's table."""
-    spec = read_set("mmgrpo-table1")
-    return words_of(spec, "mmGRPO", column, "paper", "train")
+    return table_words(read_table("mmgrpo-table1"), "mmGRPO", column, "paper", "train")
 
 
 def test_hover_calls_each_module_three_times_and_a_guess_is_called_one(capsys, monkeypatch):

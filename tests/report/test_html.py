@@ -94,11 +94,12 @@ def test_the_page_has_every_part(page):
 
 
 def test_a_chart_has_its_values_for_the_pointer_and_says_what_is_a_mean(page):
-    charts = [json.loads(value) for name, value in checked(page).attributes if name == "data-hover"]
+    charts = [chart for name, value in checked(page).attributes if name == "data-hover" for chart in json.loads(value)]
     assert len(charts) == page.count("<figure>") >= 8
     for chart in charts:
         left, right, first, last = chart["axis"]
         assert 0 < left < right <= 72 * SIZE[0] and first <= 1 and last >= 39
+        assert 0 <= chart["rows"][0] < chart["rows"][1] < 72 * SIZE[1]
     by_name = {line[0]: chart["lines"] for chart in charts for line in chart["lines"][:1]}
     assert by_name["training reward"][0][2][6] == pytest.approx(metrics(7)["reward/mean"], rel=1e-3)
     lengths = [line for chart in charts for line in chart["lines"] if line[0] == "rewriter" and line[2][0] > 20]

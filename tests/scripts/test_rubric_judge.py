@@ -101,7 +101,7 @@ def test_mistakes_are_one_sentence(capsys):
 
 
 def test_ctrl_c_leaves_the_command_its_own_time():
-    """The terminal sends it to both; `mmrl table` then ends its runs, which takes longer than Python would wait."""
+    """The terminal sends it to both; `make turn-fig6` then ends its runs, which takes longer than Python would wait."""
     child = "import signal, sys, time; signal.signal(signal.SIGINT, lambda *_: (time.sleep(1), sys.exit(5))); "
     child += "print('ready', flush=True); time.sleep(30)"
     command = [sys.executable, "-m", "scripts.rubric_judge", "port=0", sys.executable, "-c", child]

@@ -1,5 +1,6 @@
 """A set's runs as child processes: started, kept, resumed, refused, failed; with a stand-in for `mmrl train`."""
 
+import csv
 import json
 import os
 import signal
@@ -131,6 +132,46 @@ def test_its_page_has_the_command_that_makes_it_again(calls):
     assert [value["other"] for value in page["values"]] == [False, False], "its settings are the set"
 
 
+OWN = """
+shows: mine
+base: mine
+seeds: [0, 1]
+algos: {mhgpo_rr: [train.batch_size=24]}
+columns: {one: {train: [task=hotpotqa]}, two: {train: [task=hotpotqa, task.max_tokens=99], rows: [b]}}
+rows: {a: {train: [algo=mhgpo_rr]}, b: {train: [algo=grpo], without: [eval]}}
+"""
+
+
+def test_a_set_of_ones_own_runs_and_what_is_typed_is_marked(calls, capsys):
+    for folder, text in (("set", OWN), ("set/base", "train: [eval.items=200, train.steps=2]")):
+        Path("conf", folder).mkdir(parents=True)
+        Path("conf", folder, "mine.yaml").write_text(text)
+    assert main(["compare", "set=mine", "do=plan"]) == 0 and calls() == []
+    plan = capsys.readouterr().out
+    assert "set mine: 6 runs, 6 missing" in plan and "train b on two, seeds 0 1:" in plan
+    assert "mmrl train eval.items=200 train.steps=2 train.batch_size=24 task=hotpotqa algo=mhgpo_rr seed=0" in plan
+    assert "mmrl train train.steps=2 task=hotpotqa task.max_tokens=99 algo=grpo seed=0" in plan
+    assert main(["compare", "set=mine"]) == 0 and len(calls()) == 6
+    whole = json.loads(Path("outputs/sets/mine/set.json").read_text())
+    assert whole["cells_done"] == whole["cells"] == 3 and whole["command"] == "mmrl compare set=mine"
+    capsys.readouterr()
+    # A part, or other settings, has a page of its own, and starts only what they change.
+    assert main(["compare", "set=mine", "rows=A", "seed=1"]) == 0 and calls() == []
+    assert main(["compare", "set=mine", "rows=a", "seed=1", "train.lr=0.1"]) == 0 and len(calls()) == 1
+    page = json.loads(Path("outputs/sets/mine/selected/set.json").read_text())
+    assert [(value["row"], value["label"], value["other"]) for value in page["values"]] == [
+        ("a", "one", True),
+        ("a", "two", False),
+    ]
+    assert "a *" in capsys.readouterr().out
+    assert json.loads(Path("outputs/sets/mine/set.json").read_text()) == whole
+    rows = [*csv.DictReader(Path("outputs/sets/mine/set.csv").read_text().splitlines())]
+    assert [(row["row"], row["column"], row["after"], row["seeds"]) for row in rows[:2]] == [
+        ("a", "one", "0.400", "2 of 2"),
+        ("a", "two", "", "0 of 0"),
+    ]
+
+
 def test_a_folder_of_something_else_is_not_touched(calls, capsys):
     folder = run_dir("mhgpo_fof")
     folder.mkdir(parents=True)
@@ -157,7 +198,11 @@ def test_leftovers_of_a_start_killed_at_once_do_not_block(calls):
         (["algo=miprov2+nope"], "algo: got 'nope'"),
         ([], "algo: missing"),
         (["algo=mmgrpo", "rows=nope"], "rows: got 'nope'"),
-        (["algo=mmgrpo", "scale=paper"], "scale: got paper, and default has no scales"),
+        (["algo=mmgrpo", "scale=paper"], "scale: is gone; the papers' tables have scales"),
+        (["set=mni"], "set: got 'mni', expected one of credits, mini"),
+        (["set=mini", "algo=grpo", "task=hotpotqa"], "algo: a set's file says it"),
+        (["set=mini", "columns=nowhere"], "columns: got 'nowhere'"),
+        (["set=mini", "tsk.max_tokens=3"], "tsk: unknown key"),
         (["algo=miprov2+"], "algo: got ''"),
         (
             ["algo=miprov2+mmgrpo", "gepa.algo.auto=light"],

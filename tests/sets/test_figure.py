@@ -7,10 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from mmrl.config.validate import as_tuples
-from mmrl.sets.figure import LABEL, SetFigure, beside
+from mmrl.sets.figure import LABEL, Diagram, SetFigure, beside
 from mmrl.sets.queue import Run
-from mmrl.sets.spec import Figure
 from tests.helpers.sets import set_result
 
 
@@ -23,20 +21,14 @@ def run(folder, records):
     return folder
 
 
-def evaluated(seed, trained):
-    """The evaluation of a training run."""
-    training = Run(seed=seed, path=trained)
-    return Run(seed=seed, path=trained.parent / "eval", command="eval", after=training)
-
-
 def table(folders):
-    """(row, column) -> one training run per seed, as the table of these."""
-    runs = {place: [evaluated(seed, path) for seed, path in enumerate(paths)] for place, paths in folders.items()}
+    """(row, column) -> one training run per seed, as the set of these."""
+    runs = {place: [Run(seed=seed, path=path) for seed, path in enumerate(paths)] for place, paths in folders.items()}
     return set_result(runs)
 
 
-def figure(**given):
-    return Figure.model_validate(as_tuples({"diagrams": [{"metric": "reward/mean", "label": "reward"}], **given}))
+def figure(result, *diagrams, band="range"):
+    return SetFigure(result, [Diagram(*one) for one in diagrams] or [Diagram(("reward/mean",), "reward")], band)
 
 
 def numbers(drawn):
@@ -56,7 +48,7 @@ def two(tmp_path):
     [("range", [0.0, 0.25], [0.2, 0.45]), ("std", [-0.0414214, 0.208579], [0.241421, 0.491421])],
 )
 def test_a_curve_is_the_trailing_mean_over_seeds_on_the_steps_that_all_have(two, band, low, high):
-    rows = numbers(SetFigure(two, figure(band=band)))
+    rows = numbers(figure(two, band=band))
     assert [(row["step"], row["mean"], row["seeds"]) for row in rows] == [("1", "0.1", "2"), ("2", "0.35", "2")]
     assert [float(row["low"]) for row in rows] == pytest.approx(low)
     assert [float(row["high"]) for row in rows] == pytest.approx(high)
@@ -64,46 +56,46 @@ def test_a_curve_is_the_trailing_mean_over_seeds_on_the_steps_that_all_have(two,
 
 def test_a_diagram_has_the_first_of_its_metrics_that_is_there(tmp_path):
     run_ = run(tmp_path / "a", {1: {"memory/rss_mb": 100.0}, 2: {"memory/rss_mb": 200.0}})
-    diagrams = [{"metric": ["memory/device_share", "memory/rss_mb"], "label": "memory"}]
-    rows = numbers(SetFigure(table({("RR", "H"): [run_]}), figure(diagrams=diagrams)))
+    memory = (["memory/device_share", "memory/rss_mb"], "memory")
+    rows = numbers(figure(table({("RR", "H"): [run_]}), memory))
     assert [(row["diagram"], row["mean"]) for row in rows] == [("memory", "100"), ("memory", "150")]
 
 
-def test_evaluations_are_of_the_runs_own_split_and_step_0_is_no_step(tmp_path):
+def test_evaluations_are_of_the_runs_own_split(tmp_path):
     evaluated = run(tmp_path / "a", {1: {"reward/mean": 0.1}, 5: {"eval/dev/f1": 0.25}})
-    drawn = SetFigure(table({("RR", "H"): [evaluated]}), figure(diagrams=[{"metric": "eval/f1", "label": "F1"}]))
-    assert [(row["step"], row["mean"]) for row in numbers(drawn)] == [("5", "0.25")]
+    drawn = figure(table({("RR", "H"): [evaluated]}), (["eval/f1"], "F1"))
+    assert [(row["step"], row["mean"]) for row in numbers(drawn)] == [("0", "0.5"), ("5", "0.25")]
 
 
 def test_columns_that_share_their_training_are_drawn_once(tmp_path):
     one, other = (run(tmp_path / name, {1: {"reward/mean": 0.1}}) for name in "ab")
-    shared = SetFigure(table({("RR", "H"): [one], ("RR", "2Wiki"): [one]}), figure())
-    apart = SetFigure(table({("RR", "NQ"): [one], ("RR", "H"): [other]}), figure())
+    shared = figure(table({("RR", "H"): [one], ("RR", "2Wiki"): [one]}))
+    apart = figure(table({("RR", "NQ"): [one], ("RR", "H"): [other]}))
     assert [row["column"] for row in numbers(shared)] == [""]
     assert [row["column"] for row in numbers(apart)] == ["NQ", "H"]
 
 
 def test_before_a_run_has_begun_there_is_no_figure(tmp_path):
     nothing = table({("RR", "H"): [tmp_path / "none"]})
-    assert SetFigure(nothing, figure()).files == {}
+    assert figure(nothing).files == {}
 
 
 def test_a_damaged_run_is_left_out_and_named(tmp_path, two):
     broken = run(tmp_path / "broken", {1: {"reward/mean": 9.0}})
     (broken / "metrics.jsonl").write_text("{\n{\n")
-    two.runs["RR", "HotpotQA"].append(evaluated(2, broken))
-    drawn = SetFigure(two, figure())
+    two.runs["RR", "HotpotQA"].append(Run(seed=2, path=broken))
+    drawn = figure(two)
     assert [row["seeds"] for row in numbers(drawn)] == ["2", "2"]
     assert [note for note in two.notes if note.startswith("RR on HotpotQA, seed 2:") and "broken" in note]
 
 
 def test_a_row_without_runs_leaves_the_others(tmp_path, two):
     two.rows.append("MAPPO")
-    two.runs["MAPPO", "HotpotQA"] = [evaluated(0, tmp_path / "none")]
-    files = SetFigure(two, figure()).files
+    two.runs["MAPPO", "HotpotQA"] = [Run(seed=0, path=tmp_path / "none")]
+    files = figure(two).files
     assert set(files) == {"figure.svg", "figure.png", "figure.csv"}
     assert files["figure.png"][:4] == b"\x89PNG"
-    assert SetFigure(two, figure()).files["figure.svg"] == files["figure.svg"], "the same numbers, the same bytes"
+    assert figure(two).files["figure.svg"] == files["figure.svg"], "the same numbers, the same bytes"
 
 
 @pytest.mark.parametrize(
@@ -123,10 +115,10 @@ def test_what_was_typed_goes_with_the_figure_that_it_changes(tmp_path):
     place = ("RR", "HotpotQA")
     made = table({place: [run(tmp_path / "s0", {n: {"reward/mean": 0.1 * n} for n in (1, 2, 3)})]})
     made = replace(made, settings=["train.steps=3"])
-    own = SetFigure(made, figure())
+    own = figure(made)
     assert "train.steps" not in own.caption and {point["settings"] for point in numbers(own)} == {""}
     made.runs[place][0].other = True
-    drawn = SetFigure(made, figure())
+    drawn = figure(made)
     assert drawn.caption.endswith("Not with the set's own settings: train.steps=3.")
     assert {point["settings"] for point in numbers(drawn)} == {"train.steps=3"}
     assert "train.steps=3" in drawn.files["figure.svg"]

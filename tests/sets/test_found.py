@@ -1,6 +1,10 @@
 """Runs side by side: grouping, the rule of "learns", tables, figure, document, and mistakes in what is given."""
 
+import base64
 import copy
+import hashlib
+import html
+import json
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -185,6 +189,21 @@ def test_the_figure_carries_both_themes_and_every_label(tmp_path):
     assert all(name in words for name in ("mhgpo_fof", "mhgpo_is", "<b>", "mmgrpo", "f1 on dev", "step"))
     assert f"{DARK_CSS}</style>" in svg.partition("<g")[0]
     assert files["figure.png"].startswith(b"\x89PNG")
+
+
+def test_each_diagram_has_its_means_for_the_pointer(tmp_path):
+    for seed, after in enumerate((0.6, 0.4)):
+        made(tmp_path / f"r{seed}", seed=seed, after=after)
+    page = SetPage(found(tmp_path)).html().decode()
+    (drawing,) = re.findall('data-hover="([^"]*)"', page)
+    score, reward = json.loads(html.unescape(drawing))
+    assert score["lines"] == [["mhgpo_rr", [0, 2, 4], [0.2, 0.35, 0.5], None]]
+    assert reward["lines"][0][1] == [1, 2, 3, 4] and reward["lines"][0][2][0] == 0.6
+    # Side by side: each to the right of the one before it.
+    assert 0 < score["axis"][0] < score["axis"][1] < reward["axis"][0]
+    script = re.search("<script>(.*?)</script>", page, re.DOTALL)[1]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in page
 
 
 def test_the_files_of_a_page_and_names_that_are_markup(tmp_path):

@@ -186,7 +186,7 @@ def test_no_name_leads_out_of_its_folder(name, tmp_path, monkeypatch, capsys):
     lines = [
         ["new-task", name],
         ["compare", "algo=grpo", "seed=0", f"name={name}"],
-        ["table", name],
+        ["compare", f"set={name}"],
         ["credit", f"algo={name}", "rollouts=x"],
         ["train", f"algo='{name}'"],
         ["train", f"++task.name='{name}'"],

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from mmrl.report.rundir import RunDir
-from mmrl.sets.case import case_study
 from mmrl.sets.queue import Run
-from tests.helpers.sets import set_result
+from scripts.papers.case import case_study
+from tests.helpers.sets import table_result
 
 
 def line(item, f1, **prediction):
@@ -28,7 +28,7 @@ def table(tmp_path):
             run.eval_path(step, "dev").write_text("\n".join(lines) + "\n")
     evaluation = Run(seed=0, path=tmp_path / "gone", command="eval", after=Run(seed=0, path=run.path))
     scores = {"EM": "em", "F1": "f1", "# Docs": "docs"}
-    return set_result({("FoF", ""): [evaluation]}, scores=scores, counts=("# Docs",))
+    return table_result({("FoF", ""): [evaluation]}, scores=scores, counts=("# Docs",))
 
 
 def case_of(table, case):

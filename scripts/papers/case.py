@@ -5,24 +5,21 @@ From what training keeps of its evaluations (`eval/step-….jsonl` of a run), so
 
 from __future__ import annotations
 
-from mmrl.report.overview import Overview
 from mmrl.report.tables import Rows
 from mmrl.report.text import clean
 from mmrl.report.trees import abridged
-from mmrl.sets.cells import SetResult
+from scripts.papers.values import TableResult
 
 
-def case_study(result: SetResult) -> tuple[str, Rows] | None:
+def case_study(result: TableResult) -> tuple[str, Rows] | None:
     """Return a title, and scores and predictions at two steps, of the item whose last score rises the most.
 
     Of the first run whose training has two evaluations after `case` steps; None while there is none.
     """
     if (early := result.spec.case) is None:
         return None
-    trained = [result.overviews.get(run.trained) for runs in result.runs.values() for run in runs if run.trained]
-    for run in trained:
-        if not isinstance(run, Overview):
-            continue
+    trained = [result.overview(run.trained) for runs in result.runs.values() for run in runs]
+    for run in filter(None, trained):
         evaluated = run.items.get(run.split, {})
         steps = sorted(step for step in evaluated if step >= early)
         if len(steps) < 2:

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pandas
 import pytest
 
-from mmrl.sets.cells import student_t
-from mmrl.sets.page import SetPage
-from tests.helpers.sets import set_result
+from scripts.papers.page import TablePage
+from scripts.papers.values import student_t
+from tests.helpers.sets import table_result
 
 VALUES = [
     ([0.5882852550416057, 0.5518127858509001, 0.5980606294055856], (0.5517467464760962, 0.6061548744572905)),
@@ -26,23 +26,29 @@ class Run:
 
     finished = True
 
-    def __init__(self, seed, column, right, model):
+    def __init__(self, seed, column, right, model, source=None):
         self.seed = seed
         scores = {f"d{n}": float(n < right) for n in range(100)} if isinstance(right, int) else right
         self.after = pandas.DataFrame({"em": scores})
         self.questions = (column, None, frozenset(self.after.index))
+        self.items = frozenset((source or column, item) for item in self.after.index)
         facts = {"policy": model, "engine.name": "transformers"}
         get = lambda key, default=None: facts.get(key, default)  # noqa: E731
         self.overview = SimpleNamespace(evaluates=True, get=get, summary={}, environment={}, config={})
         self.chain = [self.overview]
 
 
-def result(cells, scale="paper", models=("tiny", "tiny"), claims=({"more": "A", "than": "B"},), planned=None):
-    """Of (row, column) -> how many of 100 items are right, per seed; `planned`: runs of a cell, if not all finished."""
-    made = set_result(dict.fromkeys(cells, ()), scale, claims=claims)
+def result(
+    cells, scale="paper", models=("tiny", "tiny"), claims=({"more": "A", "than": "B"},), planned=None, source=None
+):
+    """Of (row, column) -> how many of 100 items are right, per seed.
+
+    `planned`: runs of a cell, if not all finished; `source`: one file from which all columns draw.
+    """
+    made = table_result(dict.fromkeys(cells, ()), scale, claims=claims)
     played = dict(zip(made.rows, models, strict=False))
     begun = {
-        (row, column): [Run(seed, column, right, played[row]) for seed, right in enumerate(rights)]
+        (row, column): [Run(seed, column, right, played[row], source) for seed, right in enumerate(rights)]
         for (row, column), rights in cells.items()
     }
     vars(made)["read"] = (begun, [])
@@ -129,10 +135,24 @@ def test_a_claim_over_several_tasks_names_the_one_that_it_rests_on():
     one = verdict(rests)
     assert one.verdict == "held" and one.rests_on == ("H",)
     made = result(rests)
-    claim = next(part for part in SetPage(made).parts if part.title == "Claims").rows[1]
+    claim = next(part for part in TablePage(made).parts if part.title == "Claims").rows[1]
     assert claim[2] == "held; rests on H"
     both = {("A", "H"): [90, 91, 89], ("B", "H"): level, ("A", "W"): [80, 82, 81], ("B", "W"): level}
     assert verdict(both).rests_on == ()
+
+
+def test_a_claim_over_columns_that_share_questions_is_not_decided():
+    """As on the mini world, where tasks draw from one list of questions."""
+    some = {f"d{n}": float(n < 90) for n in range(40, 140)}
+    less = {item: float(item < "d5") for item in some}
+    cells = {("A", "H"): [90, 91, 89], ("B", "H"): [50, 49, 51], ("A", "W"): [some] * 3, ("B", "W"): [less] * 3}
+    claims = tuple({"more": "A", "than": "B", "cells": cells} for cells in ((), ("H",)))
+    over_both, on_one = result(cells, claims=claims, source="mini").verdicts
+    assert over_both.verdict == "undecided (its columns share questions)" and over_both.interval[0] > 0
+    assert on_one.verdict == "held"
+    assert any("(H and W share 60)" in note for note in result(cells, source="mini").notes)
+    apart = result(cells)
+    assert apart.verdicts[0].verdict == "held" and apart.shared == {}
 
 
 def test_quantiles_of_students_t():

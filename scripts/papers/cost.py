@@ -1,4 +1,4 @@
-"""Cost of the missing runs of a set, by `mmrl plan`."""
+"""Cost of the missing runs of a table, by `mmrl plan`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from mmrl.config import EvalCommandConfig, TrainCommandConfig
 from mmrl.errors import MmrlError
 from mmrl.report.text import align
 from mmrl.sets.queue import SetRun, by_cell
-from mmrl.sets.spec import SetSpec
+from scripts.papers.spec import Table
 
 
-def cost_text(spec: SetSpec, missing: Sequence[SetRun]) -> str:
+def cost_text(table: Table, missing: Sequence[SetRun]) -> str:
     """Format GPU hours (H100; CPU hours for runs on it) of missing runs, by command, row and column."""
     rows, total = [["", "row", "runs", "device-hours", ""]], 0.0
     for (command, row, column), runs in by_cell(missing).items():
-        task = spec.columns.get(column)  # a training may serve all columns
+        asked = table.columns.get(column)  # a training may serve all columns
         try:
-            hours, devices = device_hours(runs[0], task.items if task else None)
+            hours, devices = device_hours(runs[0], asked.items if asked else None)
         except MmrlError as error:
             cost, note = "?", str(error)
         else:

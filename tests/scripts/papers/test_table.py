@@ -1,4 +1,4 @@
-"""`mmrl table`: runs missing, shared, stopped, failed; cells, claims and pages; with a stand-in for the runs."""
+"""`python -m scripts.papers`: runs missing, shared, stopped, failed; cells, claims, pages; a stand-in for the runs."""
 
 import csv
 import json
@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from mmrl.cli import main
 from mmrl.cli.configs import set_config
 from mmrl.sets import queue
+from scripts import papers
+from scripts.papers.__main__ import main
 
 BASE = """
 paper: [model=llama31_8b_instruct]
@@ -36,7 +37,7 @@ claims:
   - {more: RR, than: FoF, cells: [EM]}
   - {more: RR again, than: RR}
 """
-TABLE = ["table", "own", "scale=mini"]
+TABLE = ["own", "scale=mini"]
 
 
 @cache
@@ -53,7 +54,7 @@ def calls(calls, tmp_path, monkeypatch):
         (tmp_path / "conf" / folder / "own.yaml").write_text(text)
     # What a run would be refused for is another test's matter, and takes the seconds in which torch loads.
     monkeypatch.setattr("mmrl.sets.command.check_all", lambda configs, keys: None)
-    monkeypatch.setattr("mmrl.sets.cost.device_hours", lambda run, items: (2.5, 8))
+    monkeypatch.setattr("scripts.papers.cost.device_hours", lambda run, items: (2.5, 8))
     monkeypatch.setattr("mmrl.cli.configs.set_config", lambda c, words, folder: composed(c, tuple(words), folder))
     return calls
 
@@ -90,18 +91,21 @@ def test_what_is_missing_runs_once_and_is_shown_beside_the_paper(calls, capsys):
     rows = list(csv.DictReader((folder / "set.csv").open()))
     assert [row["ours"] for row in rows if row["row"] == "untrained"] == ["20.0", "20.0", "2.0", "20.0"]
     written = (folder / "set.md").read_text()
-    assert "70.0 ± 0.0" in written and "mmrl table own rows='RR' scale=mini" in written
+    assert "70.0 ± 0.0" in written and "python -m scripts.papers own rows='RR' scale=mini" in written
     assert "RR &gt; untrained" in (folder / "set.html").read_text()
 
 
 def test_what_was_typed_stands_on_the_page_and_marks_what_it_changes(calls, capsys):
     assert main(TABLE) == 0
     whole = Path("outputs/sets/own/mini/set.md").read_text()
-    assert "- command: mmrl table own scale=mini\n- seeds: 0, 1; 0 of untrained\n" in whole and " *" not in whole
+    assert (
+        "- command: python -m scripts.papers own scale=mini\n- seeds: 0, 1; 0 of untrained\n" in whole
+        and " *" not in whole
+    )
     capsys.readouterr()
     # Trainings alone take it, and where a corpus lies is no other setting.
     assert main([*TABLE, "seed=3", "train.steps=7", "task.corpus=here.json"]) == 0
-    command = "mmrl table own seed=3 scale=mini train.steps=7 task.corpus=here.json"
+    command = "python -m scripts.papers own seed=3 scale=mini train.steps=7 task.corpus=here.json"
     settings = "train.steps=7 task.corpus=here.json; what is marked * was not made with the set's own"
     assert Path("outputs/sets/own/mini/set.md").read_text() == whole, "a page of its own"
     folder = Path("outputs/sets/own/mini/selected")
@@ -119,14 +123,14 @@ def test_what_was_typed_stands_on_the_page_and_marks_what_it_changes(calls, caps
     table = {row["row"]: row for row in csv.DictReader((folder / "set.csv").open()) if row["place"] == "EM"}
     assert table["untrained"]["settings"] == "" and table["FoF"]["settings"] == settings.partition(";")[0]
     assert table["FoF"]["command"] == (
-        "mmrl table own rows='FoF' scale=mini seed=3 train.steps=7 task.corpus=here.json"
+        "python -m scripts.papers own rows='FoF' scale=mini seed=3 train.steps=7 task.corpus=here.json"
     )
     assert "| FoF | 60.0 *" in pages[".md"] and "| untrained | 20.0 |" in pages[".md"]
     assert re.search(r"RR &gt; FoF</td><td>EM</td><td>[a-z ]+ \*</td>", pages[".html"].replace("\n", ""))
 
 
 def test_other_settings_are_not_compared_with_the_paper(calls):
-    words = ["table", "own", "rows=FoF", "seed=0"]
+    words = ["own", "rows=FoF", "seed=0"]
     assert main([*words, "task.corpus=here.json"]) == 0
     assert cells("paper")[1]["FoF", "EM"]["agrees"] is False
     assert main([*words, "task.max_tokens=7"]) == 0
@@ -255,7 +259,7 @@ def test_failures_from_outside_are_said_and_too_many_of_them_leave_no_score(call
 
 
 def test_agreement_is_judged_at_the_papers_scale_alone(calls, capsys):
-    assert main(["table", "own", "rows=untrained,FoF", "seed=0", "jobs=2"]) == 0
+    assert main(["own", "rows=untrained,FoF", "seed=0", "jobs=2"]) == 0
     assert all("hardware.threads=1" in line for line in calls())
     assert ["train", "FoF", "1", "20.0"] in [line.split() for line in capsys.readouterr().out.splitlines()]
     _, values = cells("paper")
@@ -276,13 +280,13 @@ def test_agreement_is_judged_at_the_papers_scale_alone(calls, capsys):
         (["own", "through='"], 'through: got "\'", expected a command'),
         (["own", "through=no_such_scheduler -n 1"], "through: got 'no_such_scheduler -n 1', expected a command"),
         (["own", "through="], "through: got '', expected a command"),
-        (["rows=RR"], "table: which one? `mmrl table` lists them"),
-        (["own", "-m"], "-m: not for mmrl table, which takes lists as they are: seed=0,1"),
+        (["rows=RR"], "table: which one? `python -m scripts.papers` lists them"),
+        (["own", "-m"], "-m: not for python -m scripts.papers, which takes lists as they are: seed=0,1"),
         (["own", "scale=mini", "tsk.max_tokens=3"], "FoF: tsk: unknown key"),
     ],
 )
 def test_mistakes_are_said_before_anything_starts(calls, capsys, words, said):
-    assert main(["table", *words]) == 2
+    assert main(words) == 2
     errors = capsys.readouterr().err.splitlines()
     assert any(line.startswith(f"error: {said}") for line in errors), errors
     assert calls() == [] and not Path("outputs").exists()
@@ -293,7 +297,7 @@ def test_all_mistakes_of_a_command_line_are_said_at_once(calls, capsys):
         (["rows=QR", "columns=nowhere"], ["rows", "columns"]),
         (["seed=0,x", "jobs=0"], ["seed.1", "jobs"]),
     ):
-        assert main(["table", "own", *words]) == 2
+        assert main(["own", *words]) == 2
         errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
         assert [line.split(":")[1].strip() for line in errors] == keys
 
@@ -306,7 +310,7 @@ def test_a_table_with_a_mistake_in_its_base_is_refused(calls, capsys):
 
 def test_a_folder_in_the_place_of_a_set_is_named(calls, capsys):
     Path("conf/set/folder.yaml").mkdir()
-    assert main(["table", "folder", "do=plan"]) == 2
+    assert main(["folder", "do=plan"]) == 2
     assert "conf/set/folder.yaml: is not a file" in capsys.readouterr().err
 
 
@@ -337,3 +341,11 @@ def test_the_command_of_every_run_is_printed(calls, capsys):
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  mmrl")]
     assert ["eval.every=3" in line and "train.lr=1" in line for line in lines] == [True, False]
     assert "wandb" in lines[0] and "wandb" not in lines[1]
+
+
+def test_without_a_name_all_tables_are_listed(capsys):
+    assert main([]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["mhgpo-table1", "2506.02718", "Table", "1", "14", "x", "9", "3"] in [line[:8] for line in lines]
+    tables = {path.stem for path in (Path(papers.__file__).parent / "sets").glob("*.yaml")}
+    assert {line[0] for line in lines if line[1:2] and line[1].startswith("25")} == tables
