@@ -103,7 +103,7 @@ CONTENTS: dict[str, Callable[[Path], Any]] = {
     "trainer_state.json": _json_without("epoch"),
     # By file: a digest that is recorded twice is the same.
     "digests.jsonl": lambda path: {line["file"]: (line["bytes"], line["sha256"]) for line in _lines(path)},
-    "rollouts.jsonl": lambda path: sorted(path.read_text(encoding="utf-8").splitlines()),
+    "memo.jsonl": lambda path: sorted(path.read_text(encoding="utf-8").splitlines()),
     "config.yaml": _config,
 }
 """Files of which some keys, the order or the spelling may differ -> reads what must be equal."""
