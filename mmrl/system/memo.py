@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mmrl import rng
 from mmrl.errors import CheckpointError, DataError
-from mmrl.system.files import JsonObject, append_jsonl, plain, read_jsonl, repair_jsonl
+from mmrl.system.files import JsonObject, append_jsonl, dumps, plain, read_jsonl, repair_jsonl
 
 
 class Memo:
@@ -30,7 +30,9 @@ class Memo:
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
         repair_jsonl(path)
-        self._path, self._replies = path, read_replies(path)
+        self._path = path
+        # As text, of which a reply's tokens are many times larger objects.
+        self._replies = {key: dumps(reply) for key, reply in read_replies(path).items()}
         self._times = Counter[str]()
         self._used = set[str]()
         self._asking: dict[str, asyncio.Event] = {}
@@ -61,15 +63,16 @@ class Memo:
         if key not in self._replies:
             self._asking[key] = asyncio.Event()
             try:
-                reply = plain(await ask(number))
-                append_jsonl(self._path, [{"key": key, "reply": reply}])
-                self._replies[key] = reply
+                asked_now = await ask(number)
+                append_jsonl(self._path, [{"key": key, "reply": asked_now}])
+                self._replies[key] = dumps(asked_now)
             finally:
                 self._asking.pop(key).set()
+        reply: JsonObject = json.loads(self._replies[key])
         if key not in self._used:
             self._used.add(key)
-            used(self._replies[key])
-        return self._replies[key]
+            used(reply)
+        return reply
 
 
 def read_replies(path: Path) -> dict[str, JsonObject]:

@@ -21,6 +21,7 @@ from mmrl.stages.prompts.students import _distinguish
 from mmrl.tasks.base import Score
 from mmrl.tasks.dspy.own import OwnTask
 from tests.dspy.test_threads import Other
+from tests.helpers.programs import filled
 from tests.helpers.stages import (
     MIPRO,
     OPTIONS,
@@ -269,6 +270,51 @@ def own(folder, program):
     config = PluginTaskConfig(name="own", data=DataConfig(train=str(folder / "train.jsonl")))
     task = OwnTask(program, lambda example, prediction: prediction.label == "yes", inputs=["text"])
     return config, with_program(task(config, 0))
+
+
+class Awaited(dspy.Module):
+    """With `aforward` alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = [dspy.Predict("text -> label")]
+
+    async def aforward(self, text):
+        return await self.steps[0].acall(text=text)
+
+
+def refined():
+    return dspy.Refine(dspy.ChainOfThought("text -> label"), 2, lambda inputs, output: output.label == "yes", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("program", "module"),
+    [
+        (dspy.Predict("text -> label"), "self"),
+        (dspy.ChainOfThought("text -> label"), "predict"),
+        (Awaited, "steps[0]"),
+        (refined, "module.predict"),
+    ],
+)
+def test_programs_of_every_form_are_optimised(tmp_path, program, module):
+    """Right where "Do well" is in the instructions; of `Refine`, the second attempt is."""
+
+    def answer(messages, temperature, seed):
+        if (made := proposal(messages, seed)) is not None:
+            return made
+        names = [name for name in ("reasoning", "label") if f"[[ ## {name} ## ]]" in messages[0]["content"]]
+        if "advice" in messages[0]["content"]:
+            return filled(discussion="none", advice="{}")
+        right = "Do well" in messages[0]["content"]
+        return filled(**dict.fromkeys(names, "yes" if right else "no"))
+
+    options = {"auto": None, "max_metric_calls": 24, "use_merge": False}
+    result, _ = optimised(tmp_path / "run", own(tmp_path / "own", program), "gepa", answer, **options)
+    assert (result.improved, result.start, result.best) == (True, 0.0, 1.0)
+    trials = lines(tmp_path / "run" / "prompts" / "trials.jsonl")
+    assert "Do well" in trials[-1]["modules"][module]["instructions"]
+    assert not any(trial["failed"] for trial in trials)
+    assert "Do well" in result.prompts.read_text()
 
 
 def test_demonstrations_of_predictors_that_share_a_signature_are_their_own(tmp_path):

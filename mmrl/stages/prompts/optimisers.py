@@ -49,6 +49,7 @@ def optimising(setup: SearchSetup) -> Iterator[None]:
         "callbacks": [*(dspy.settings.callbacks or ()), Evaluated(setup.rollouts.loop, setup.on_batch)],
         # A failed rollout is no error here; an error is no candidate's, and ends the search.
         "max_errors": 1,
+        # So many rollouts are in flight at once in an evaluation.
         "num_threads": 64,
     }
     with dspy.context(**settings, trace=None, disable_history=True, track_usage=False):
