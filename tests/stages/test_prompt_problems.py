@@ -184,8 +184,10 @@ def test_a_metric_calls_the_lm_that_is_configured_and_not_the_optimisers(tmp_pat
 
 def test_a_reward_that_raises_or_is_no_number_ends_the_stage_with_its_place(tmp_path, task):
     for number, score in enumerate((lambda *_: 1 / 0, lambda *_: Score(reward=float("nan")))):
+        engine = ScriptedEngine(better_with_demonstrations(task[1]))
         with pytest.raises(TooManyFailures, match=r"eval\.max_failed_share=50%; the first: reward in"):
-            optimised(tmp_path / f"{number}", changed(task, score=score), **MIPRO)
+            optimised(tmp_path / f"{number}", changed(task, score=score), engine=engine, **MIPRO)
+        assert len(engine.requests) <= 8, "not all that bootstrapping would try"
 
 
 @pytest.mark.parametrize("algo", OPTIONS)

@@ -22,8 +22,6 @@ from mmrl.stages.prompts.model import Writer
 from mmrl.stages.prompts.rollouts import Evaluated, Played, Rollouts, TrainExample, played
 from mmrl.stages.prompts.split import labeled_demos, read_instructions
 
-Metric = Callable[..., Any]
-
 
 @dataclass(kw_only=True)
 class SearchSetup:
@@ -68,7 +66,7 @@ def score(example: dspy.Example, prediction: dspy.Prediction, trace: object = No
     return played(prediction).score
 
 
-def worth_showing(threshold: float | None) -> Metric:
+def worth_showing(threshold: float | None) -> Callable[..., float]:
     """Return the metric of optimisers that bootstrap: a failed rollout is no demonstration, whatever its reward.
 
     Args:

@@ -14,6 +14,7 @@ from dspy.utils.callback import BaseCallback
 
 from mmrl import rng
 from mmrl.config import PromptCommandConfig
+from mmrl.config.other_stages import BootstrapConfig
 from mmrl.engines.base import Engine
 from mmrl.records import Call, Example, Rollout
 from mmrl.rollout.environment import Stopwatch, make_environment, sampling_settings
@@ -24,9 +25,12 @@ from mmrl.stages.evaluate import CHUNK
 from mmrl.stages.prompts.loop import Loop
 from mmrl.stages.prompts.model import COSTS, RememberedEngine
 from mmrl.stages.prompts.students import Step, as_json, student_of
+from mmrl.stages.step_metrics import refuse_failures
 from mmrl.system.memo import Memo
 from mmrl.tasks.dspy.own import ImportedTask
 
+JUDGED = 8
+"""Rollouts of bootstrapping, which come one by one, after which their failures are judged."""
 ID = "mmrl_id"
 """Input of a student's `forward`: the example's id."""
 
@@ -80,14 +84,24 @@ class Rollouts:
         # A function, since DSPy copies the student: a method would be copied with all that is here.
         self.student = student_of(stage.task, lambda **inputs: self._forward(**inputs))
         self.clock = Stopwatch()
-        self.unjudged = list[Rollout]()
-        """Those since the last trial, of bootstrapping too."""
+        self._unjudged = list[Rollout]()
         self._examples = {example.id: example for example in stage.task.examples("train")}
         self._places, self._paid = asyncio.Semaphore(CHUNK), paid
         self._engine = RememberedEngine(stage.engine, memo, stage.config.model.path, self._count)
 
     def _count(self, *tokens: int) -> None:
         self._paid.update(dict(zip(COSTS, (1, *tokens), strict=True)))
+
+    def judge(self) -> None:
+        """Judge the failures since the last call that are no doing of the model.
+
+        Raises:
+            TooManyFailures: more than `eval.max_failed_share` of the rollouts; a resume asks again.
+        """
+        rollouts, self._unjudged = self._unjudged, []
+        failed = [rollout for rollout in rollouts if rollout.reward is None]
+        limit = self.stage.config.eval.max_failed_share
+        refuse_failures([one.error for one in rollouts], failed, limit, "a batch of the search", key="eval")
 
     def _forward(self, **inputs: Any) -> dspy.Prediction:
         # The module whose `forward` this is: a copy of the student, with other prompts.
@@ -96,6 +110,9 @@ class Rollouts:
         if trace is not None:
             predictors = dict(candidate.named_predictors())
             trace.extend((predictors[name], inputs, outputs) for name, inputs, outputs in result.steps)
+            if isinstance(self.stage.config.algo, BootstrapConfig) and len(self._unjudged) >= JUDGED:
+                with self.loop.recording_failures():
+                    self.judge()
         fields = {} if result.rollout.error is not None else as_json(result.rollout.prediction)
         prediction = dspy.Prediction(**(fields if isinstance(fields, dict) else {"prediction": fields}))
         # Not as a field: the prompt model of some optimisers reads all fields.
@@ -128,7 +145,7 @@ class Rollouts:
         (rollout,) = forest.rollouts
         path = forest.path(rollout)
         self._paid["rollouts"] += 1
-        self.unjudged.append(rollout)
+        self._unjudged.append(rollout)
         return Played(
             candidate=candidate,
             rollout=rollout,

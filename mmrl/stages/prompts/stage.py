@@ -37,7 +37,7 @@ from mmrl.stages.prompts.optimisers import SearchSetup, optimise, optimising, sc
 from mmrl.stages.prompts.rollouts import ID, Played, Rollouts, TrainExample
 from mmrl.stages.prompts.split import split
 from mmrl.stages.prompts.students import State, digest_of, state_of
-from mmrl.stages.step_metrics import failed_share, refuse_failures
+from mmrl.stages.step_metrics import failed_share
 from mmrl.system.files import JsonObject, append_jsonl, atomic_write, dumps
 from mmrl.system.memo import Memo
 from mmrl.tasks.base import Task
@@ -219,10 +219,7 @@ class PromptStage(Stage[PromptCommandConfig]):
 
     def _trial(self, batch: Sequence[Played]) -> None:
         """Record an evaluation of DSPy's as a trial."""
-        rollouts, limit = self._rollouts.unjudged, self.config.eval.max_failed_share
-        failed_rollouts = [one for one in rollouts if one.reward is None]
-        refuse_failures([one.error for one in rollouts], failed_rollouts, limit, "a batch of the search", key="eval")
-        rollouts.clear()
+        self._rollouts.judge()
         state = state_of(batch[0].candidate)
         spent = self._since()
         for part in ("generate", "rollout"):
