@@ -32,6 +32,7 @@ from mmrl.engines.completions import (
 from mmrl.errors import ConfigError, EngineFailure
 from mmrl.secrets import add_secret
 from mmrl.system.http_client import HttpClient, HttpFailure
+from mmrl.system.memo import Memo
 
 LOG = logging.getLogger("mmrl.engines")
 
@@ -56,6 +57,8 @@ class OpenAIChat:
         self.settings = settings
         self.path = path
         self.usage = Usage()
+        self.memo: Memo | None = None
+        """Replies of a search that was killed; those that come from it are not counted in `usage`."""
         key = key_of(settings, path)
         headers = {
             "OpenAI-Organization": settings.organization,
@@ -91,7 +94,7 @@ class OpenAIChat:
 
     async def reply(self, messages: Sequence[Mapping[str, str]], **options: object) -> Reply:
         """Complete as `complete` does, and return all that the reply says."""
-        return await self._http.run(self._reply(messages, options))
+        return await self._http.run(self._remembered(messages, options))
 
     def unreachable(self) -> list[str]:
         """Return reasons why no request can succeed: no server, a refused key, an unknown model. Blocks; one token.
@@ -137,6 +140,17 @@ class OpenAIChat:
             key = "key_env" if failure.status in (401, 403) else "model"
             return [f"{self.path}.{key}: {self._name()} refuses every request: {failure.reason}"]
         return []
+
+    async def _remembered(self, messages: Sequence[Mapping[str, str]], options: Mapping[str, object]) -> Reply:
+        """Complete as `_reply` does, from the memo where there is one and it has the reply."""
+        if self.memo is None:
+            return await self._reply(messages, options)
+
+        async def ask(number: int) -> dict[str, object]:
+            return asdict(await self._reply(messages, options))
+
+        asked = {"endpoint": self.settings.url, "model": self.settings.model, "messages": messages, **options}
+        return Reply(**await self.memo.reply(asked, ask))
 
     async def _reply(self, messages: Sequence[Mapping[str, str]], options: Mapping[str, object]) -> Reply:
         """Request a completion, again if the server wants another name of the limit. Runs in the I/O loop."""

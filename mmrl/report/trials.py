@@ -16,10 +16,7 @@ from mmrl.report.text import align, clean
 from mmrl.system.files import JsonObject, read_jsonl
 
 FOLDER = "prompts"
-TRIALS, PROPOSALS = "trials.jsonl", "proposals.jsonl"
-ROLLOUTS, COMPLETIONS = "rollouts.jsonl", "completions.jsonl"
-STORED = {TRIALS: "trial", PROPOSALS: "usable", ROLLOUTS: "rollouts", COMPLETIONS: "key"}
-"""Files of JSON lines in the folder, which a resumed stage reads; what each of their lines has."""
+TRIALS, PROPOSALS, MEMO = "trials.jsonl", "proposals.jsonl", "memo.jsonl"
 MOST_ROWS = 40
 """More trials than this are not all shown: those on all validation examples are."""
 

@@ -42,7 +42,7 @@ from mmrl.run.start import config_of_resumed, keep_start, started
 from mmrl.stages import Stage
 from mmrl.system import ray_cluster
 from mmrl.system.files import JsonObject, plain, read_jsonl
-from mmrl.system.json_lines import stored_lines
+from mmrl.system.memo import read_replies
 from mmrl.system.processes import ALONE, Processes, join, launched, lost_a_process
 from mmrl.system.stop import stoppable
 
@@ -109,18 +109,22 @@ def _rewind(config: StageConfig, rundir: RunDir) -> Path | None:
     """Restore a run's files to the newest checkpoint, which it goes on from; None where no step was saved yet.
 
     Later steps are dropped, and done again to the same bits. Prompts have no checkpoint: their optimiser runs again
-    from its seed, a store answers what it has had before, and the trials that are in the history stay there.
+    from its seed, and a memo has the replies that it had.
     """
     # Data and servers may have changed since; its own folder is full by now, which must not count.
     with located(f"{rundir.path}/config.yaml: "):
         check_all([config.in_folder(None)])
     with storage(rundir.path):
         if not isinstance(config, WeightsConfig):
-            from mmrl.report.trials import FOLDER, STORED
+            from mmrl.report.trials import FOLDER, MEMO
 
             # Before a model loads; the stage would come to it later.
-            for name, key in STORED.items():
-                stored_lines(rundir.path / FOLDER / name, key)
+            if (rundir.path / FOLDER / "rollouts.jsonl").exists():
+                raise CheckpointError(
+                    f"{rundir.path}: an earlier version of mmrl began this search, and what it stored is not read any "
+                    "more; start a new run"
+                )
+            read_replies(rundir.path / FOLDER / MEMO)
             (rundir.path / "summary.json").unlink(missing_ok=True)
             return None
         from mmrl.trainer.checkpoint import prune, sweep  # it imports torch, which a refused config need not wait for

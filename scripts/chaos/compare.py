@@ -106,7 +106,7 @@ CONTENTS: dict[str, Callable[[Path], Any]] = {
     "complete.json": _json_without("files", "sha256"),
     # transformers' account of progress, counted from where it was started
     "trainer_state.json": _json_without("epoch"),
-    "rollouts.jsonl": lambda path: sorted(path.read_text(encoding="utf-8").splitlines()),
+    "memo.jsonl": lambda path: sorted(path.read_text(encoding="utf-8").splitlines()),
     "config.yaml": _config,
 }
 """Files of which some keys, the order or the spelling may differ -> reads what must be equal."""

@@ -218,28 +218,6 @@ def test_costs_by_hand(tmp_path):
     assert cost[2] == ["miprov2+mmgrpo", "66", "73", "205", "7.0 s", "1.50"]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "says"),
-    [
-        (
-            "trials.jsonl",
-            '{"trial": 1}\n{"trial\n',
-            "trials.jsonl:2: got b'{\"trial', expected one JSON object per line",
-        ),
-        ("rollouts.jsonl", '{"key": 1}\n', "rollouts.jsonl:1: damaged, it has no 'rollouts'"),
-    ],
-)
-def test_a_damaged_file_of_a_prompt_stage_is_named_first_with_what_to_do(name, content, says, tmp_path, capsys):
-    (config,) = train_configs(read_line(["algo=miprov2", "task=banking77", f"run.dir={tmp_path / 'run'}"]))
-    with RunDir.create(tmp_path / "run", config.model_dump(mode="json"), ["mmrl"]) as run:
-        (run.path / "prompts").mkdir()
-        (run.path / "prompts" / name).write_text(content)
-    assert main(["train", f"resume={run.path}"]) == 2
-    first, *further = capsys.readouterr().err.splitlines()
-    assert f"{run.path}/prompts/{says}" in first and not further
-    assert first.endswith(f"restore {run.path}/prompts from a copy, or delete it to optimise from the start")
-
-
 @pytest.fixture
 def earlier(whole, tmp_path):
     """A run to start from, whose stored config a test may change: (run, change)."""

@@ -3,12 +3,12 @@
 import copy
 import itertools
 import json
-from collections import Counter
 from dataclasses import replace
 
 import dspy
 import pytest
 
+from mmrl.cli import main
 from mmrl.config import DataConfig
 from mmrl.config.tasks import PluginTaskConfig
 from mmrl.errors import EngineFailure, TooManyFailures
@@ -16,13 +16,12 @@ from mmrl.report.console import show_run
 from mmrl.report.overview import Overview
 from mmrl.report.rundir import RunDir
 from mmrl.rollout import with_program
-from mmrl.stages.prompts.rollouts import Loop, Need, Rollouts
 from mmrl.stages.prompts.split import prompt_problems
 from mmrl.stages.prompts.students import _distinguish
-from mmrl.system.json_lines import Store
 from mmrl.tasks.base import Score
 from mmrl.tasks.dspy.own import OwnTask
 from tests.dspy.test_threads import Other
+from tests.helpers.programs import filled
 from tests.helpers.stages import (
     MIPRO,
     OPTIONS,
@@ -178,17 +177,17 @@ def test_a_metric_calls_the_lm_that_is_configured_and_not_the_optimisers(tmp_pat
         assert dspy.settings.lm is lm
     finally:
         dspy.configure(lm=None)
-    rollouts = [one for line in lines(tmp_path / "run" / "prompts" / "rollouts.jsonl") for one in line["rollouts"]]
-    read = [one for one in rollouts if one["error"] is None]
-    assert {one["error"] for one in rollouts} <= {None, "parse"} and len(read) == len(lm.sent) > 0
-    assert {one["score"] for one in read} == {1.0} and result.start == 1.0
+    trials = lines(tmp_path / "run" / "prompts" / "trials.jsonl")
+    assert {kind for trial in trials for kind in trial["failed"]} <= {"parse"}
+    assert result.start == 1.0 and len(lm.sent) >= sum(t["items"] - t["failed"].get("parse", 0) for t in trials)
 
 
 def test_a_reward_that_raises_or_is_no_number_ends_the_stage_with_its_place(tmp_path, task):
     for number, score in enumerate((lambda *_: 1 / 0, lambda *_: Score(reward=float("nan")))):
+        engine = ScriptedEngine(better_with_demonstrations(task[1]))
         with pytest.raises(TooManyFailures, match=r"eval\.max_failed_share=50%; the first: reward in"):
-            optimised(tmp_path / f"{number}", changed(task, score=score), **MIPRO)
-        assert not (tmp_path / f"{number}" / "prompts" / "rollouts.jsonl").exists(), "a resume samples them again"
+            optimised(tmp_path / f"{number}", changed(task, score=score), engine=engine, **MIPRO)
+        assert len(engine.requests) <= 8, "not all that bootstrapping would try"
 
 
 @pytest.mark.parametrize("algo", OPTIONS)
@@ -275,6 +274,51 @@ def own(folder, program):
     return config, with_program(task(config, 0))
 
 
+class Awaited(dspy.Module):
+    """With `aforward` alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = [dspy.Predict("text -> label")]
+
+    async def aforward(self, text):
+        return await self.steps[0].acall(text=text)
+
+
+def refined():
+    return dspy.Refine(dspy.ChainOfThought("text -> label"), 2, lambda inputs, output: output.label == "yes", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("program", "module"),
+    [
+        (dspy.Predict("text -> label"), "self"),
+        (dspy.ChainOfThought("text -> label"), "predict"),
+        (Awaited, "steps[0]"),
+        (refined, "module.predict"),
+    ],
+)
+def test_programs_of_every_form_are_optimised(tmp_path, program, module):
+    """Right where "Do well" is in the instructions; of `Refine`, the second attempt is."""
+
+    def answer(messages, temperature, seed):
+        if (made := proposal(messages, seed)) is not None:
+            return made
+        names = [name for name in ("reasoning", "label") if f"[[ ## {name} ## ]]" in messages[0]["content"]]
+        if "advice" in messages[0]["content"]:
+            return filled(discussion="none", advice="{}")
+        right = "Do well" in messages[0]["content"]
+        return filled(**dict.fromkeys(names, "yes" if right else "no"))
+
+    options = {"auto": None, "max_metric_calls": 24, "use_merge": False}
+    result, _ = optimised(tmp_path / "run", own(tmp_path / "own", program), "gepa", answer, **options)
+    assert (result.improved, result.start, result.best) == (True, 0.0, 1.0)
+    trials = lines(tmp_path / "run" / "prompts" / "trials.jsonl")
+    assert "Do well" in trials[-1]["modules"][module]["instructions"]
+    assert not any(trial["failed"] for trial in trials)
+    assert "Do well" in result.prompts.read_text()
+
+
 def test_demonstrations_of_predictors_that_share_a_signature_are_their_own(tmp_path):
     def answer(messages, temperature, seed):
         label = "yes" if text_in(messages).startswith("of ") else f"of {text_in(messages)}"
@@ -292,26 +336,29 @@ def test_demonstrations_of_predictors_that_share_a_signature_are_their_own(tmp_p
 def test_two_examples_with_the_same_inputs_differ_by_their_labels(tmp_path, task):
     first, second, *rest = task[1].examples("train")
     twin = replace(first, id="twin", metadata={"label": second.metadata["label"]})
-    made = changed(task, examples=lambda split: [twin, first, *rest])
+    scored = set()
+
+    def score(example, *_):
+        scored.add((example.id, example.metadata["label"]))
+        return Score(reward=0.0)
+
+    made = changed(task, examples=lambda split: [twin, first, *rest], score=score)
     optimised(tmp_path / "run", made, "bootstrap_fewshot", num_candidate_programs=0)
-    stored = [r["example"] for line in lines(tmp_path / "run/prompts/rollouts.jsonl") for r in line["rollouts"]]
-    assert "twin" in stored and first.id in stored
+    assert {("twin", twin.metadata["label"]), (first.id, first.metadata["label"])} <= scored
 
 
-def test_two_draws_of_one_example_at_once_have_steps_of_their_own(tmp_path, task):
-    label = task[1].labels[0]
-    engine = ScriptedEngine(
-        lambda messages, temperature, seed: (
-            field("reasoning", f"{seed}") + field("label", label) + "[[ ## completed ## ]]"
-        )
-    )
-    stage, loop = prompt_stage(tmp_path / "run", task, engine, "miprov2", **MIPRO), Loop()
-    with stage.rundir:
-        store = Store(tmp_path / "rollouts.jsonl", "rollouts")
-        rollouts = Rollouts(stage=stage, store=store, loop=loop, paid=Counter())
-        candidate, example = rollouts.digest(rollouts.student.module), task[1].examples("train")[0].id
-        needs = [Need(candidate, example, 1.0, number) for number in (1, 2)]
-        results = loop.run(lambda: rollouts.obtain(needs))
-    assert engine.most == 2
-    shown = [[step["outputs"]["reasoning"] for step in result["steps"]] for result in results]
-    assert shown == [[result["prediction"]["reasoning"]] for result in results] and shown[0] != shown[1]
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("memo.jsonl", "/prompts/memo.jsonl:1: damaged, expected a key and a reply; restore "),
+        ("rollouts.jsonl", ": an earlier version of mmrl began this search, and what it stored is not read any more"),
+    ],
+)
+def test_a_search_that_cannot_go_on_is_refused_before_a_model_loads(name, says, tmp_path, capsys):
+    config = prompt_command(banking()[0], "miprov2").model_dump(mode="json")
+    with RunDir.create(tmp_path / "run", config, ["mmrl"]) as run:
+        (run.path / "prompts").mkdir()
+        (run.path / "prompts" / name).write_text('{"key": 1}\n{"key": "to')
+    assert main(["train", f"resume={run.path}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{run.path}{says}" in line

@@ -1,27 +1,31 @@
-"""Prompt stages: DSPy's optimisers on mmrl's rollouts, resumed to the same files, nothing stored paid for twice."""
+"""Prompt stages: DSPy's optimisers on mmrl's rollouts; a killed one goes on, and asks nothing twice."""
 
 import asyncio
+import copy
 import itertools
 import json
-import logging
-import shutil
 import time
 
 import dspy
-import optuna
 import pytest
 
+from mmrl.config.endpoint import EndpointConfig
 from mmrl.config.tasks import task_schema
-from mmrl.errors import CheckpointError
+from mmrl.engines.completions import Reply
+from mmrl.engines.openai import OpenAIChat
 from mmrl.report.console import show_run
 from mmrl.report.rundir import RunDir
 from mmrl.report.trials import prompts_text
 from mmrl.run.build import build_task
-from mmrl.stages.prompts.rollouts import Loop
-from mmrl.system import json_lines as store
-from mmrl.system.files import append_jsonl
+from mmrl.stages.prompts.loop import Loop
+from mmrl.stages.prompts.rollouts import Rollouts, TrainExample
+from mmrl.system import memo
+from mmrl.system.files import append_jsonl, read_jsonl
+from mmrl.system.memo import Memo
+from mmrl.tasks.base import Score
 from mmrl.tasks.dspy.built_in import Banking77
 from scripts.chaos.compare import comparable
+from tests.helpers.programs import filled
 from tests.helpers.stages import (
     MIPRO,
     OPTIMISERS,
@@ -36,13 +40,8 @@ from tests.helpers.stages import (
     share,
 )
 
-FILES = ("prompts.json", *(f"prompts/{n}.jsonl" for n in ("trials", "proposals", "rollouts", "completions")))
-
-
-def content(path):
-    """What is in a file; rollouts are stored as they end, in no order."""
-    data = path.read_bytes() if path.exists() else b""
-    return sorted(data.splitlines()) if path.name == "rollouts.jsonl" else data
+FILES = ("prompts.json", "prompts/trials.jsonl", "prompts/proposals.jsonl")
+COUNTED = ("prompt_tokens", "cached_tokens", "completion_tokens", "reasoning_tokens")
 
 
 @pytest.fixture(scope="module")
@@ -113,11 +112,11 @@ def test_what_a_search_asks_of_endpoints_is_logged(tmp_path, task):
 
 
 def kill_at(monkeypatch, number, when):
-    """Kill the process before or right after it stores its n-th rollout or completion."""
+    """Kill the process before or right after it stores its n-th reply."""
     stored = itertools.count(1)
 
     def killing(path, records):
-        due = path.name in ("rollouts.jsonl", "completions.jsonl") and next(stored) == number
+        due = next(stored) == number
         if due and when == "before":
             raise KeyboardInterrupt
         written = append_jsonl(path, records)
@@ -125,40 +124,93 @@ def kill_at(monkeypatch, number, when):
             raise KeyboardInterrupt
         return written
 
-    monkeypatch.setattr(store, "append_jsonl", killing)
+    monkeypatch.setattr(memo, "append_jsonl", killing)
+
+
+def keys(folder):
+    """The requests in a memo."""
+    return [line["key"] for line in read_jsonl(folder / "prompts" / "memo.jsonl")]
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("algo", OPTIONS)
-def test_a_stage_killed_at_any_batch_goes_on_to_the_same_files(tmp_path, task, monkeypatch, algo, when):
+def test_a_killed_search_goes_on_and_asks_nothing_twice(tmp_path, task, monkeypatch, algo, when):
     folder, killed, runs, again = tmp_path / "whole", tmp_path / "killed", 0, None
     result, engine = optimised(folder, task, algo, **OPTIONS[algo])
     assert result.improved and result.best > result.start
-    assert result.calls + result.requests == len(engine.requests)
-    full = [trial for trial in lines(folder / "prompts" / "trials.jsonl") if trial["full"]]
-    assert result.best == max(trial["score"] for trial in full)
+    assert result.calls + result.requests == len(engine.requests) == len(keys(folder))
     while again is None:
         kill_at(monkeypatch, 20, when)
+        before = len(keys(killed)) if runs else 0
         try:
             again, rest = optimised(killed, task, algo, **OPTIONS[algo])
         except KeyboardInterrupt:
             runs += 1
-    assert runs > (2 if algo == "miprov2" else 1) and len(rest.requests) <= 20
+            with open(killed / "prompts" / "memo.jsonl", "a") as file:
+                file.write('{"key": "torn')
+    assert runs > (2 if algo == "miprov2" else 1)
+    assert len(rest.requests) == len(keys(killed)) - before < 20
+    assert sorted(keys(killed)) == sorted(keys(folder)), "each request of the whole search, once"
     for name in FILES:
-        assert content(killed / name) == content(folder / name), name
-    stored = [one["key"] for line in lines(killed / "prompts" / "rollouts.jsonl") for one in line["rollouts"]]
-    assert len(stored) == len(set(stored)), "nothing that was stored is paid for again"
+        assert (killed / name).exists() == (folder / name).exists()
+        assert not (folder / name).exists() or (killed / name).read_bytes() == (folder / name).read_bytes(), name
     assert vars(again) == {**vars(result), "prompts": again.prompts}
     metrics = [[comparable(record) for record in RunDir.read(path).history()] for path in (folder, killed)]
     assert metrics[0] == metrics[1]
 
 
-def test_a_stage_that_is_run_again_sends_nothing(whole, task):
+def test_equal_rollouts_are_as_many_samples_also_after_a_kill(tmp_path, task):
+    """What is tried again at a temperature above 0 is sampled again; a resume has the same samples."""
+
+    def made():
+        engine = ScriptedEngine(
+            lambda messages, temperature, seed: filled(reasoning=f"{seed}", label=task[1].labels[0])
+        )
+        stage = prompt_stage(tmp_path / "run", task, engine, "miprov2", **MIPRO)
+        with stage.rundir:
+            loop = Loop()
+            rollouts = Rollouts(stage, Memo(tmp_path / "memo.jsonl"), loop, stage.paid)
+            example = TrainExample.from_example(task[1].examples("train")[0])
+
+            def played():
+                with dspy.context(lm=dspy.LM("mmrl", temperature=1.0)):
+                    return [rollouts.student.module(**example.inputs()).reasoning for _ in range(5)]
+
+            return loop.run(played), len(engine.requests), stage.paid["calls"]
+
+    labels, sent, used = made()
+    assert (len(set(labels)), sent, used) == (5, 5, 5)
+    assert made() == (labels, 0, 5)
+
+
+def test_a_search_that_is_run_again_sends_nothing(whole, task):
     folder, result, _ = whole
     before = (folder / "metrics.jsonl").read_bytes()
     again, engine = optimised(folder, task, **MIPRO)
     assert (again, engine.requests) == (result, [])
     assert (folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_judges_and_external_models_are_not_asked_twice_either(tmp_path, task):
+    asked = []
+
+    class Judge(OpenAIChat):
+        async def _reply(self, messages, options):
+            asked.append(messages)
+            return Reply(text="1", finish="stop", unanswered=False, **dict.fromkeys(COUNTED, 1))
+
+    async def score(example, prediction, path, reward_set):
+        return Score(reward=float(await judge.complete([{"role": "user", "content": path[-1].text}])))
+
+    judge = Judge(EndpointConfig(model="judge", url="http://127.0.0.1:9/v1", key_env=None))
+    made = copy.copy(task[1])
+    made.score, made.endpoints = score, {"judge": judge}
+    _, engine = optimised(tmp_path / "run", (task[0], made), **MIPRO)
+    assert len(asked) >= len(engine.requests) / 2 and judge.memo is None
+    before = len(asked)
+    (tmp_path / "run" / "prompts" / "trials.jsonl").unlink()
+    _, engine = optimised(tmp_path / "run", (task[0], made), **MIPRO)
+    assert (len(asked), engine.requests) == (before, [])
 
 
 class InThreads(Banking77):
@@ -217,35 +269,22 @@ def test_an_equal_request_to_the_prompt_model_is_sent_again_only_where_it_may_di
         engine = ScriptedEngine(lambda messages, temperature, seed: f"{seed}")
         stage = prompt_stage(tmp_path / "run", task, engine, "miprov2", **MIPRO)
         with stage.rundir:
-            writer = stage._make_writer(tmp_path / "run", loop := Loop())
-            lm = writer.lm(temperature)
+            lm = stage._make_writer(Memo(tmp_path / "memo.jsonl"), loop := Loop()).lm(temperature)
             texts = loop.run(lambda: [lm("Propose.")[0] for _ in range(2)])
-        return texts, writer.paid["writer/requests"], len(engine.requests)
+        return texts, stage.paid["writer/requests"], len(engine.requests)
 
     texts, used, sent = made()
     assert len(set(texts)) == used == sent == requests
     assert made() == (texts, requests, 0), "a resume has the same, and sends nothing"
 
 
-def test_the_seed_decides_what_is_tried(tmp_path, task, whole, capfd, monkeypatch):
-    warn = logging.getLogger("optuna").warning
-    monkeypatch.setattr(optuna.samplers.TPESampler, "after_trial", lambda *_: warn("a trial has ended"))
+def test_the_seed_decides_what_is_tried(tmp_path, task, whole, capfd):
     optimised(tmp_path / "run", task, seed=4, **MIPRO)
     one, two = (lines(folder / "prompts" / "trials.jsonl") for folder in (whole[0], tmp_path / "run"))
     assert [trial["modules"] for trial in one] != [trial["modules"] for trial in two]
-    # Optuna's handler was made before, with another standard error.
-    assert capfd.readouterr() == ("", "")
-    log = (tmp_path / "run" / "prompts" / "optimiser.log").read_text()
-    assert "a trial has ended" in log and "Bootstrapped" in log, "what DSPy and Optuna print is in a file"
-
-
-def test_stored_trials_of_another_run_are_refused(tmp_path, task, whole):
-    copied = tmp_path / "run"
-    shutil.copytree(whole[0], copied)
-    path = copied / "prompts" / "trials.jsonl"
-    path.write_text(path.read_text().replace('"trial":2,"candidate":"', '"trial":2,"candidate":"x', 1))
-    with pytest.raises(CheckpointError, match=r"trials\.jsonl:2: differs from what this run computes again"):
-        optimised(copied, task, **MIPRO)
+    logged = "FINDING OPTIMAL PROMPT PARAMETERS"
+    assert logged not in "".join(capfd.readouterr())
+    assert logged in (tmp_path / "run" / "prompts" / "optimiser.log").read_text()
 
 
 def test_show_prints_trials_and_the_difference_to_the_start(whole):

@@ -40,20 +40,22 @@ class Structure:
 
     def __init__(self, module: dspy.Module):
         predictors = module.named_predictors()
-        # Path of each `dspy.Refine`, wherever it is; the program itself is `self`.
-        self._refines = {id(part): path for path, part in module.named_sub_modules(dspy.Refine)}
-        self._feedback = tuple(f"{path}.{FEEDBACK}".removeprefix("self.") for path in self._refines.values())
+        # Wherever they are; the program itself is `self`.
+        refines = list(module.named_sub_modules(dspy.Refine))
+        self._feedback = tuple(f"{path}.{FEEDBACK}".removeprefix("self.") for path, _ in refines)
         problems = list(_problems(module, predictors))
         if problems:
             raise ConfigError([f"task.program: {problem}" for problem in problems])
         self.module = module
         self.modules: tuple[str, ...] = (*(name for name, _ in predictors), *self._feedback)
         self._names: Mapping[int, str] = {id(predictor): name for name, predictor in predictors}
-        # `BestOfN` and `Refine` copy it for each attempt. A name of this program's own: another program may have the
-        # same predictor in another place.
+        # `BestOfN` and `Refine` copy it for each attempt, optimisers copy the program. A name of this program's own:
+        # another program may have the same predictor in another place.
         self._mark = f"mmrl_module_{next(_PROGRAMS)}"
         for name, predictor in predictors:
             setattr(predictor, self._mark, name)
+        for (_, refine), name in zip(refines, self._feedback, strict=True):
+            setattr(refine, self._mark, name)
 
     def name_of(self, callers: Sequence[Any]) -> str | None:
         """Find the module that makes a request: the innermost of DSPy's calling modules, or the one it is a copy of."""
@@ -63,8 +65,8 @@ class Structure:
         # By identity first: a predictor is known by the object that makes the request, not by a name in it.
         name = self._names.get(id(caller)) or vars(caller).get(self._mark)
         if name is None and isinstance(caller, dspy.Predict) and caller.signature is OfferFeedback:
-            path = next((self._refines[id(part)] for part in reversed(callers) if id(part) in self._refines), None)
-            name = None if path is None else f"{path}.{FEEDBACK}".removeprefix("self.")
+            refines = (part for part in reversed(callers) if isinstance(part, dspy.Refine))
+            name = next((vars(refine)[self._mark] for refine in refines if self._mark in vars(refine)), None)
         return name if name in self.modules else None
 
     def signature(self, module: str) -> Signature:

@@ -1,15 +1,13 @@
-"""The model that writes instructions for DSPy's optimisers: the policy itself, or one behind an endpoint.
-
-Every completion is stored before it is used, under what was sent and how often it was sent before, so that an
-optimiser which is run again gets the same ones and none is paid for twice.
-"""
+"""What a search asks of models, each request through its memo: the policy, and the model that writes instructions."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from typing import Any, cast
 
 import dspy
 from dspy import lm15
@@ -17,42 +15,89 @@ from dspy import lm15
 from mmrl import rng
 from mmrl.config import PromptCommandConfig
 from mmrl.config.other_stages import ProposingConfig
-from mmrl.engines.base import Completion, Request, Sampling
+from mmrl.engines.base import Completion, Engine, Request, Sampling
+from mmrl.engines.completions import Reply, Usage
 from mmrl.engines.endpoint_engine import SEEDS
 from mmrl.engines.openai import OpenAIChat
 from mmrl.errors import LengthFailure
 from mmrl.models.chat import decode_text, render_prompt
 from mmrl.rollout.dspy.policy_lm import Answer, TextEngine, generate
 from mmrl.stages import Stage
-from mmrl.stages.prompts.rollouts import Loop
+from mmrl.stages.prompts.loop import Loop
 from mmrl.system.files import JsonObject
-from mmrl.system.json_lines import Store
+from mmrl.system.memo import Memo
 from mmrl.tasks.base import Message
 
-WRITING_COSTS = ("prompt_tokens", "completion_tokens", "cost")
-"""Costs in a stored completion; USD, of an endpoint with prices."""
+COSTS = ("calls", "prompt_tokens", "completion_tokens")
+"""What is counted of the task's requests."""
+WRITING_COSTS = ("requests", "prompt_tokens", "completion_tokens", "cost")
+"""What is counted of those to the prompt model; USD, of an endpoint with prices."""
 
 
-@dataclass(slots=True, kw_only=True)
+class RememberedEngine:
+    """An engine whose completions come from a memo where it has them; the rest is the engine's own.
+
+    Args:
+        policy: names the weights.
+        count: called with the tokens of prompt and completion, at each completion's first use in this process.
+    """
+
+    def __init__(self, engine: Engine, memo: Memo, policy: str, count: Callable[[int, int], None]):
+        self._engine, self._memo, self._policy, self._count = engine, memo, policy, count
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def generate(self, request: Request) -> Completion:
+        """See `Engine.generate`."""
+        sampling, prompt = request.sampling, request.prompt_ids
+
+        async def ask(number: int) -> JsonObject:
+            # With the same seed it would be the same completion.
+            seed = sampling.seed if number == 1 else rng.digest(sampling.seed, number)
+            return asdict(await self._engine.generate(replace(request, sampling=replace(sampling, seed=seed))))
+
+        asked = {"policy": self._policy, "module": request.module, "prompt": prompt, "messages": request.messages}
+        reply = await self._memo.reply(
+            # The seed stands for the example, the place in its rollout, the attempt, and DSPy's `rollout_id`.
+            {**asked, "sampling": asdict(sampling)},
+            ask,
+            greedy=sampling.temperature == 0,
+            used=lambda reply: self._count(len(prompt), len(reply["ids"])),
+            waiting=self._left,
+        )
+        fields: JsonObject = {key: tuple(value) if isinstance(value, list) else value for key, value in reply.items()}
+        return Completion(**fields)
+
+    @contextmanager
+    def _left(self) -> Iterator[None]:
+        # The engine decodes when all that run wait in it, which this one does not.
+        self._engine.leave()
+        try:
+            yield
+        finally:
+            self._engine.enter()
+
+
 class Writer:
-    """A source of completions, each of them stored."""
+    """The model that writes instructions: the policy, with the weights of its first module, or one at an endpoint.
 
-    stage: Stage[PromptCommandConfig]
-    """Environment whose policy writes, with the weights of the program's first module."""
-    algo: ProposingConfig
-    store: Store
-    loop: Loop
-    paid: Counter[str]
-    """Costs of the stage; names of the prompt model's part begin with `writer/`."""
-    endpoint: OpenAIChat | None = field(init=False)
-    """Endpoint that writes in the place of the policy."""
-    _stored: dict[str, JsonObject] = field(init=False)
-    _times: Counter[str] = field(default_factory=Counter)
+    Args:
+        paid: its costs are added to, under names that begin with `writer/`.
+    """
 
-    def __post_init__(self) -> None:
-        model = self.algo.prompt_model
+    def __init__(
+        self,
+        stage: Stage[PromptCommandConfig],
+        algo: ProposingConfig,
+        memo: Memo,
+        loop: Loop,
+        paid: Counter[str],
+    ):
+        self._stage, self._algo, self._memo, self._loop, self._paid = stage, algo, memo, loop, paid
+        model = algo.prompt_model
         self.endpoint = None if model is None else OpenAIChat(model, "algo.prompt_model")
-        self._stored = {line["key"]: line for line in self.store.lines}
+        self._engine = RememberedEngine(stage.engine, memo, stage.config.model.path, self._count)
 
     def close(self) -> None:
         """Close the endpoint's connections."""
@@ -63,75 +108,47 @@ class Writer:
         """Return the prompt model as DSPy's optimisers call it."""
 
         def answer(messages: list[Message], config: lm15.Config) -> Answer:
-            sampled = 1.0 if config.temperature is None else config.temperature
-            record = self.loop.wait(self._written(messages, float(sampled)))
-            # Stored like a reply: an optimiser that is run again must meet it at the same place.
-            if record["error"]:
-                raise lm15.ContextLengthError(record["error"])
-            return Answer(record["text"], record["prompt_tokens"], record["completion_tokens"])
+            sampled = 1.0 if config.temperature is None else float(config.temperature)
+            written = self._by_policy if self.endpoint is None else self._by_endpoint
+            return self._loop.wait(written(messages, sampled))
 
         # DSPy's own cache would answer from other runs of this user.
         return dspy.LM("mmrl", temperature=temperature, cache=False, num_retries=0, engine=TextEngine(answer))
 
-    async def _written(self, messages: Sequence[Message], temperature: float) -> JsonObject:
-        sent = list(map(dict, messages))
-        request = f"{rng.digest(json.dumps(sent), repr(temperature)):032x}"
-        # Asked for again, an equal request is to have another completion: its number makes the key, here and in a
-        # resume. Greedy, it would be the same one.
-        repeated = temperature == 0 and self._times[request] > 0
-        self._times[request] += not repeated
-        key = f"{request}-{self._times[request]}"
-        if key not in self._stored:
-            # From the key alone: how much came from the store before it changes no draw.
-            seed = rng.digest(self.stage.config.seed, "prompt_model", key)
-            completion = await self._complete(messages, temperature, seed)
-            self._stored[key] = self.store.append(
-                {"key": key, "temperature": temperature, "messages": sent, **completion}
-            )
-        record = self._stored[key]
-        if not repeated:
-            self.paid.update({"writer/requests": 1, **{f"writer/{name}": record[name] for name in WRITING_COSTS}})
-        return record
+    def _count(self, prompt_tokens: int, completion_tokens: int, cost: float = 0.0) -> None:
+        spent = (1, prompt_tokens, completion_tokens, cost)
+        self._paid.update({f"writer/{name}": count for name, count in zip(WRITING_COSTS, spent, strict=True)})
 
-    async def _complete(self, messages: Sequence[Message], temperature: float, seed: int) -> JsonObject:
-        if self.endpoint is not None:
-            return await self._from_endpoint(self.endpoint, messages, temperature, seed)
-        prompt = render_prompt(self.stage.tokenizer, messages)
-        sampling = Sampling(max_tokens=self.algo.prompt_max_tokens, temperature=temperature, seed=seed)
+    async def _by_policy(self, messages: Sequence[Message], temperature: float) -> Answer:
+        stage, prompt = self._stage, render_prompt(self._stage.tokenizer, messages)
+        seed = rng.digest(stage.config.seed, "prompt_model", json.dumps(messages))
         request = Request(
             prompt_ids=prompt,
-            sampling=sampling,
-            module=self.stage.task.program.modules[0],
+            sampling=Sampling(max_tokens=self._algo.prompt_max_tokens, temperature=temperature, seed=seed),
+            module=stage.task.program.modules[0],
             messages=tuple(messages),
             order=("prompt_model",),
         )
         try:
-            completion, error = await generate(self.stage.engine, request), ""
+            completion = await generate(cast("Engine", self._engine), request)
         except LengthFailure as failure:
-            completion, error = Completion(ids=(), logprobs=None, finish=""), str(failure)
-        return {
-            "error": error,
-            "text": decode_text(self.stage.tokenizer, completion.ids),
-            "finish": completion.finish,
-            "prompt_tokens": len(prompt),
-            "completion_tokens": len(completion.ids),
-            "cost": 0.0,
-        }
+            raise lm15.ContextLengthError(str(failure)) from None
+        return Answer(decode_text(stage.tokenizer, completion.ids), len(prompt), len(completion.ids))
 
-    async def _from_endpoint(
-        self, endpoint: OpenAIChat, messages: Sequence[Message], temperature: float, seed: int
-    ) -> JsonObject:
-        # One request at a time: what the counters grow by is what this one cost.
-        before = endpoint.usage.metrics()
-        reply = await endpoint.reply(
-            messages, max_tokens=self.algo.prompt_max_tokens, temperature=temperature, seed=seed % SEEDS
-        )
-        spent = {name: count - before[name] for name, count in endpoint.usage.metrics().items()}
-        return {
-            "error": "",
-            "text": reply.text,
-            "finish": reply.finish,
-            "prompt_tokens": int(spent["endpoint/prompt_tokens"]),
-            "completion_tokens": int(spent["endpoint/completion_tokens"]),
-            "cost": spent["endpoint/cost"],
-        }
+    async def _by_endpoint(self, messages: Sequence[Message], temperature: float) -> Answer:
+        endpoint = self.endpoint
+        assert endpoint is not None
+        options = {"max_tokens": self._algo.prompt_max_tokens, "temperature": temperature}
+        asked = {"endpoint": endpoint.settings.url, "model": endpoint.settings.model, "messages": messages, **options}
+
+        async def ask(number: int) -> JsonObject:
+            seed = rng.digest(self._stage.config.seed, "prompt_model", json.dumps(messages), number) % SEEDS
+            return asdict(await endpoint.reply(messages, seed=seed, **options))
+
+        def used(reply: JsonObject) -> None:
+            usage = Usage()
+            usage.add(Reply(**reply), endpoint.settings)
+            self._count(usage.prompt_tokens, usage.completion_tokens, usage.cost)
+
+        reply = await self._memo.reply(asked, ask, greedy=temperature == 0, used=used)
+        return Answer(reply["text"], reply["prompt_tokens"], reply["completion_tokens"])

@@ -5,9 +5,8 @@ Imports neither DSPy nor torch: whoever checks a config asks here before a model
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from mmrl import rng
 from mmrl.config import PromptCommandConfig
@@ -19,7 +18,6 @@ from mmrl.system.files import read_yaml, user_path
 from mmrl.tasks.base import Task
 from mmrl.tasks.prompts import PromptedTask
 
-T = TypeVar("T")
 MOST_VALIDATION = 1000
 """DSPy's limit for MIPROv2, where `algo.validation_items` says nothing."""
 
@@ -38,18 +36,6 @@ def split(config: PromptConfig, examples: Sequence[Example], seed: int) -> tuple
     if config.shuffles:
         rng.stream(seed, "prompts").shuffle(train)
     return train[: config.train_items], validation
-
-
-def compared(config: PromptConfig, validation: Sequence[T], draws: random.Random) -> list[T]:
-    """Return the examples of the validation part that a full evaluation has: with MIPROv2's `auto`, DSPy draws them.
-
-    Args:
-        draws: a generator with the run's seed, of which these are the first draws.
-    """
-    if config.drawn is None:
-        return list(validation)
-    size = min(config.drawn, len(validation))
-    return [validation[i] for i in draws.sample(range(len(validation)), size)]
 
 
 def labeled_demos(config: BootstrapConfig, task: Task) -> int:
@@ -98,7 +84,8 @@ def prompt_problems(config: PromptCommandConfig, task: Task) -> list[str]:
         with gathered(problems):
             read_instructions(path, modules)
     train, validation = split(algo, examples, config.seed)
-    count = len(compared(algo, validation, random.Random(config.seed)))
+    # With MIPROv2's `auto` DSPy draws them.
+    count = len(validation) if algo.drawn is None else min(algo.drawn, len(validation))
     if isinstance(task, PromptedTask) and (labeled := getattr(algo, "max_labeled_demos", None)):
         problems.append(
             f"algo.max_labeled_demos: got {labeled}, which has no effect with the program of this task: "

@@ -1,4 +1,4 @@
-"""The stage that optimises prompts: DSPy's optimiser on the run's task, engine and examples; resumable at any moment.
+"""The stage that optimises prompts: DSPy's optimiser on the run's task, engine and examples.
 
 Writes below the run directory:
 
@@ -7,22 +7,19 @@ Writes below the run directory:
     prompts/result.json          what it ended with, for people
     prompts/trials.jsonl         every trial: its candidate, its score, the best so far
     prompts/proposals.jsonl      every instruction that the prompt model proposed, and why one was not used
-    prompts/rollouts.jsonl       every rollout; a resume reads it instead of sampling again
-    prompts/completions.jsonl    every completion of the prompt model, likewise
-    prompts/optimiser.log        what DSPy prints
+    prompts/memo.jsonl           every reply of a model, from which a killed search goes on
+    prompts/optimiser.log        what DSPy logs
 """
 
 from __future__ import annotations
 
 import logging
-import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import TextIO
 
 import dspy
 
@@ -30,22 +27,22 @@ from mmrl.config import PromptCommandConfig
 from mmrl.config.other_stages import ProposingConfig
 from mmrl.engines.base import total_usage
 from mmrl.models.policy import write_policy
-from mmrl.records import Example
 from mmrl.report.rundir import RunDir
-from mmrl.report.trials import COMPLETIONS, FOLDER, PROPOSALS, ROLLOUTS, STORED, TRIALS, nothing_went_well
+from mmrl.report.trials import FOLDER, MEMO, PROPOSALS, TRIALS, nothing_went_well
 from mmrl.stages import Stage
 from mmrl.stages.evaluate import Evaluations
-from mmrl.stages.prompts.model import WRITING_COSTS, Writer
-from mmrl.stages.prompts.optimisers import Bench, optimise
-from mmrl.stages.prompts.rollouts import COSTS, Loop, Need, Rollouts, TrainExample
-from mmrl.stages.prompts.split import compared, split
-from mmrl.stages.prompts.students import State, state_of
+from mmrl.stages.prompts.loop import Loop
+from mmrl.stages.prompts.model import COSTS, WRITING_COSTS, Writer
+from mmrl.stages.prompts.optimisers import SearchSetup, optimise, optimising, score
+from mmrl.stages.prompts.rollouts import ID, Played, Rollouts, TrainExample
+from mmrl.stages.prompts.split import split
+from mmrl.stages.prompts.students import State, digest_of, state_of
 from mmrl.stages.step_metrics import failed_share
-from mmrl.system.files import JsonObject, atomic_write, dumps
-from mmrl.system.json_lines import Store, Table
+from mmrl.system.files import JsonObject, append_jsonl, atomic_write, dumps
+from mmrl.system.memo import Memo
 from mmrl.tasks.base import Task
 
-PAID = ("rollouts", *COSTS, "writer/requests", *(f"writer/{name}" for name in WRITING_COSTS))
+PAID = ("rollouts", *COSTS, *(f"writer/{name}" for name in WRITING_COSTS))
 """Counters of a stage: those of the task's own calls, and those of the prompt model's."""
 
 
@@ -67,7 +64,7 @@ class PromptStage(Stage[PromptCommandConfig]):
     """Optimisation of prompts.
 
     `improve` again on the same run directory, in any process, goes on where it was: DSPy's optimiser runs from its
-    seed, and all that is stored is answered from the store.
+    seed, and the memo has the replies that it had.
     """
 
     task_with: Callable[[str], Task]
@@ -75,14 +72,15 @@ class PromptStage(Stage[PromptCommandConfig]):
     resources: ExitStack = field(default_factory=ExitStack)
     """Closed with the stage: the engine."""
     result: PromptResult = field(init=False)
-    validation: frozenset[str] = field(init=False)
-    """Examples that candidates are compared on."""
+    validation: frozenset[str] = frozenset()
+    """Examples that candidates are compared on: those of the first trial, which is the start's."""
     paid: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(PAID, 0)))
-    """From the beginning of the stage, also what came from the store: so a resume has the same records."""
+    """From the beginning of the stage, also what came from the memo."""
     trials: int = field(init=False, default=0)
     unusable: int = field(init=False, default=0)
     """Trials whose rollouts have all failed."""
-    _best: float | None = field(init=False, default=None)
+    _rewards: dict[str, list[float]] = field(init=False, default_factory=dict)
+    """Digest of each candidate that was compared -> its rewards."""
     _until_now: Mapping[str, float] = field(init=False, default_factory=dict)
     """Counters up to which `_since` has reported."""
 
@@ -133,27 +131,23 @@ class PromptStage(Stage[PromptCommandConfig]):
         Raises:
             TooManyFailures: more than `eval.max_failed_share` of a batch failed by no doing of the model.
             EngineFailure: the prompt model's endpoint gave no completion.
-            CheckpointError: the stored trials are not those of this run.
+            CheckpointError: the memo is damaged.
         """
-        folder, algo, seed = self.rundir.path / FOLDER, self.config.algo, self.config.seed
-        examples = self.task.examples("train")
-        train, heldout = split(algo, examples, seed)
-        validation = compared(algo, heldout, random.Random(seed))
-        self.validation = frozenset(example.id for example in validation)
-        self.log.begin()
-        # A resumed stage makes its trials again, from the store: those that have a record get no second one.
+        folder, algo = self.rundir.path / FOLDER, self.config.algo
+        memo, loop = Memo(folder / MEMO), Loop()
+        # Made again, in seconds, with the replies of the memo; trials that have a record get no second one.
+        for name in (TRIALS, PROPOSALS):
+            (folder / name).unlink(missing_ok=True)
         self._logged = {int(record["step"]) for record in self.rundir.history()}
-        self._table, self._proposals = (Table(folder / name, STORED[name]) for name in (TRIALS, PROPOSALS))
-        loop = Loop()
-        self._rollouts = rollouts = Rollouts(
-            stage=self, store=Store(folder / ROLLOUTS, STORED[ROLLOUTS]), loop=loop, paid=self.paid
-        )
+        self.log.begin()
+        self._rollouts = rollouts = Rollouts(self, memo, loop, self.paid)
         self._since()
         # An optimiser may change the module that it is given.
         start = rollouts.student.module.deepcopy()
         self._note_prompts("start", start)
-        writer = self._make_writer(folder, loop)
-        bench = Bench(
+        train, heldout = split(algo, self.task.examples("train"), self.config.seed)
+        writer = self._make_writer(memo, loop)
+        setup = SearchSetup(
             rollouts=rollouts,
             train=[TrainExample.from_example(example) for example in train],
             validation=[TrainExample.from_example(example) for example in heldout],
@@ -163,14 +157,13 @@ class PromptStage(Stage[PromptCommandConfig]):
         )
 
         def searched() -> tuple[dspy.Module, float, float]:
-            program = optimise(algo, bench)
-            # On the same examples and draws, whatever the optimiser has compared on its way; mostly from the store.
-            return program, self._compared(start, validation), self._compared(program, validation)
+            with optimising(setup):
+                program = optimise(algo, setup)
+                return program, self._reward(start, setup.validation), self._reward(program, setup.validation)
 
         try:
-            # Appended: what a start that was killed has printed stays. Bootstrapping has one rollout after the other,
-            # whose prompts share most of what they have.
-            with open(folder / "optimiser.log", "a", encoding="utf-8") as log, printing_to(log), self.engine.keeping():
+            # Bootstrapping has one rollout after the other, whose prompts share most of what they have.
+            with _logged_to(folder / "optimiser.log"), self._remembering(memo), self.engine.keeping():
                 program, before, best = loop.run(searched)
         finally:
             if writer is not None:
@@ -178,77 +171,89 @@ class PromptStage(Stage[PromptCommandConfig]):
         # At a tie the start stays: a person has written it.
         improved = best > before
         selected = program if improved else start
-        self._note_prompts("result", selected, improved=improved, validation=len(validation), start=before, best=best)
+        validation = len(self.validation)
+        self._note_prompts("result", selected, improved=improved, validation=validation, start=before, best=best)
         path = (self.rundir.path / "prompts").with_suffix(rollouts.student.suffix)
-        rollouts.student.save(state_of(selected), path)
+        rollouts.student.save(selected, path)
         return PromptResult(path, improved, before, max(before, best))
 
-    def _make_writer(self, folder: Path, loop: Loop) -> Writer | None:
-        if not isinstance(self.config.algo, ProposingConfig) or getattr(self.config.algo, "instructions", None):
+    def _make_writer(self, memo: Memo, loop: Loop) -> Writer | None:
+        algo = self.config.algo
+        if not isinstance(algo, ProposingConfig) or getattr(algo, "instructions", None):
             return None
-        store = Store(folder / COMPLETIONS, STORED[COMPLETIONS])
-        return Writer(stage=self, algo=self.config.algo, store=store, loop=loop, paid=self.paid)
+        return Writer(self, algo, memo, loop, self.paid)
+
+    @contextmanager
+    def _remembering(self, memo: Memo) -> Iterator[None]:
+        """Answer requests to the task's judges and external models from the memo inside, as those to the policy."""
+        chats = list(self.task.endpoints.values())
+        for chat in chats:
+            chat.memo = memo
+        try:
+            yield
+        finally:
+            for chat in chats:
+                chat.memo = None
 
     def _note_prompts(self, name: str, module: dspy.Module, **facts: object) -> None:
         """Write prompts for people, with facts about them."""
         text = dumps({**facts, "modules": readable_prompts(state_of(module))}, indent=1)
         atomic_write(self.rundir.path / FOLDER / f"{name}.json", text + "\n")
 
-    def _compared(self, module: dspy.Module, validation: Sequence[Example]) -> float:
-        """Return the reward of a candidate on the validation examples."""
-        digest = self._rollouts.digest(module)
-        needs = [Need(digest, example.id) for example in validation]
-        results = self._rollouts.obtain(needs)
-        self._rollouts.check(needs)
-        return fmean(float(result["score"]) for result in results)
-
-    # --- trials
+    def _reward(self, candidate: dspy.Module, validation: Sequence[TrainExample]) -> float:
+        """Return the reward of a candidate; nearly every one has had its trial on all validation examples."""
+        digest = digest_of(state_of(candidate))
+        if digest not in self._rewards:
+            examples = [example for example in validation if example.inputs()[ID] in self.validation]
+            dspy.Evaluate(devset=examples, metric=score)(candidate)
+        return fmean(self._rewards[digest])
 
     def _note(self, module: str, proposal: str, problem: str) -> None:
         # What failed by an error that ends the search is no proposal.
         if self._rollouts.loop.failure is None:
-            with self._rollouts.loop.noting():
-                self._rollouts.check(())  # proposals may have read of failures that a resume will not meet again
-                line = {"module": module, "instructions": proposal, "usable": not problem, "problem": problem}
-                self._proposals.add(line)
+            line = {"module": module, "instructions": proposal, "usable": not problem, "problem": problem}
+            append_jsonl(self.rundir.path / FOLDER / PROPOSALS, [line])
 
-    def _trial(self, needs: Sequence[Need]) -> None:
+    def _trial(self, batch: Sequence[Played]) -> None:
         """Record an evaluation of DSPy's as a trial."""
-        self._rollouts.check(needs)
+        self._rollouts.judge()
+        state = state_of(batch[0].candidate)
         spent = self._since()
         for part in ("generate", "rollout"):
             self.log.add(part, spent.pop(part))
         self.trials += 1
-        results = [self._rollouts.result(need) for need in needs]
-        score = fmean(float(result["score"]) for result in results)
-        # Scores on minibatches are noisier: no best is taken from them.
-        full = {need.example for need in needs} == self.validation
-        if full and (self._best is None or score > self._best):
-            self._best = score
-        failures = [(result["error"], result["message"] or "") for result in results if result["error"] is not None]
+        candidate, reward = digest_of(state), fmean(one.score for one in batch)
+        examples = frozenset(one.rollout.example for one in batch)
+        self.validation = self.validation or examples
+        full = examples == self.validation
+        if full:  # scores on minibatches are noisier: no best is taken from them
+            self._rewards.setdefault(candidate, []).append(reward)
+        best = max(max(rewards) for rewards in self._rewards.values())
+        errors = [one.rollout.error for one in batch]
+        failures = [(one.rollout.error, one.rollout.error_message) for one in batch if one.rollout.error is not None]
         failed = dict(Counter(kind for kind, _ in failures))
         trial: JsonObject = {
             "trial": self.trials,
-            "candidate": needs[0].candidate[:12],
-            "score": score,
-            "items": len(needs),
+            "candidate": candidate[:12],
+            "score": reward,
+            "items": len(batch),
             "full": full,
-            "best": self._best,
+            "best": best,
             "failed": failed,
-            "modules": readable_prompts(self._rollouts.states[needs[0].candidate]),
+            "modules": readable_prompts(state),
         }
-        self.log.note_own_code(f"trial {self.trials}", failures, len(needs))
-        if len(failures) == len(needs):
+        self.log.note_own_code(f"trial {self.trials}", failures, len(batch))
+        if len(failures) == len(batch):
             self.unusable += 1
-            trial["unusable"] = _example(results)
-        self._table.add(trial)
+            trial["unusable"] = _example(batch)
+        append_jsonl(self.rundir.path / FOLDER / TRIALS, [trial])
         metrics = {
-            "prompts/score": score,
-            "prompts/items": float(len(needs)),
+            "prompts/score": reward,
+            "prompts/items": float(len(batch)),
             "prompts/full": float(full),
-            "rollouts/failed_share": failed_share([result["error"] for result in results]),
+            "prompts/best": best,
+            "rollouts/failed_share": failed_share(errors),
             **{f"rollouts/failed/{kind}": float(count) for kind, count in failed.items()},
-            **({} if self._best is None else {"prompts/best": self._best}),
             **spent,
             **total_usage([self.engine, self.task]),
         }
@@ -262,7 +267,7 @@ class PromptStage(Stage[PromptCommandConfig]):
 
     def _since(self) -> dict[str, float]:
         """Return the seconds of rollouts and costs since the last call."""
-        now = {"generate": self.engine.busy_s, "rollout": self._rollouts.sampling.seconds}
+        now = {"generate": self.engine.busy_s, "rollout": self._rollouts.clock.seconds}
         now |= {f"prompts/{name}": float(count) for name, count in self.paid.items()}
         since = {name: count - self._until_now.get(name, 0.0) for name, count in now.items()}
         self._until_now = now
@@ -270,29 +275,22 @@ class PromptStage(Stage[PromptCommandConfig]):
 
 
 @contextmanager
-def printing_to(log: TextIO) -> Iterator[None]:
-    """Print to a file inside: DSPy prints much of its progress, and its bars and its logger too."""
-    import optuna
-
-    # Optuna's own handler has the standard error of the moment in which it was first imported.
-    optuna.logging.disable_default_handler()
-    handler, logger = logging.StreamHandler(log), logging.getLogger("optuna")
-    logger.addHandler(handler)
+def _logged_to(path: Path) -> Iterator[None]:
+    """Write what DSPy logs to a file inside, and not to the screen."""
+    logger = logging.getLogger("dspy")
+    handlers, logger.handlers = logger.handlers, [logging.FileHandler(path, encoding="utf-8")]
     try:
-        with redirect_stdout(log), redirect_stderr(log):
-            yield
+        yield
     finally:
-        logger.removeHandler(handler)
-        optuna.logging.enable_default_handler()
+        logger.handlers[0].close()
+        logger.handlers = handlers
 
 
-def _example(results: Sequence[JsonObject]) -> JsonObject:
+def _example(batch: Sequence[Played]) -> JsonObject:
     """Pick one of the failed rollouts, if possible with a reply that could not be parsed."""
-    for result in results:
-        for step in result["steps"]:
-            if step["outputs"] is None:
-                return {"module": step["module"] or "", "reply": step["text"], "message": result["message"] or ""}
-    return {"module": "", "reply": "", "message": results[0]["message"] or ""}
+    one = next((one for one in batch if one.unread is not None), batch[0])
+    module, reply = ("", "") if one.unread is None else (one.unread.module, one.unread.text)
+    return {"module": module, "reply": reply, "message": one.rollout.error_message}
 
 
 def readable_prompts(state: State) -> dict[str, JsonObject]:

@@ -7,15 +7,20 @@ prompts of a program without DSPy are predictors of one input and one output: wh
 from __future__ import annotations
 
 import copy
+import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import dspy
+from dspy.teleprompt.bootstrap_trace import FailedPrediction
 from pydantic_core import to_jsonable_python
 
+from mmrl import rng
 from mmrl.errors import ConfigError, ParseFailure
-from mmrl.records import Example, Forest, Rollout
+from mmrl.records import Call, Example, Rollout
 from mmrl.rollout.dspy.dspy_program import DspyProgram
 from mmrl.system.files import JsonObject, plain
 from mmrl.tasks.base import Context, Program, Task
@@ -25,54 +30,49 @@ MARK = "mmrl_module"
 """Key in the description of a signature's field: the predictor that it belongs to."""
 State = Mapping[str, JsonObject]
 """Module -> what DSPy saves of its predictor: instructions, fields, demonstrations. All that a candidate is."""
-Forward = Callable[[dspy.Module, Mapping[str, object]], dspy.Prediction]
-"""A student's `forward`: its prompts and the inputs of an example, to the prediction of a rollout."""
+Step: TypeAlias = tuple[str, JsonObject, dspy.Prediction | FailedPrediction]
+"""Call of a module in a rollout: its name, inputs and outputs; the reply that could not be parsed and ended it."""
+Forward = Callable[..., dspy.Prediction]
 
 
 class DspyStudent:
-    """The student of a DSPy program: a copy of it, predictors and all.
-
-    Its class has the name and source of the user's, which some optimisers show to the prompt model.
-    """
+    """The student of a DSPy program: a copy of it, predictors and all."""
 
     suffix = ".json"
+    source: str | None = None
+    """Source of the program for the prompt model; None: DSPy finds it."""
 
     def __init__(self, program: DspyProgram, forward: Forward):
         self._program = program
         self.module = program.module.deepcopy()
-        self.module.__class__ = _student_class(type(self.module), type(self.module), forward)
+        # Of the object, not of its class: DSPy's copies have it too, and its proposers read the class's source.
+        self.module.forward = forward
         # A program that was compiled before may be compiled again, demonstrations and all.
         self.module._compiled = False
         _distinguish(self.module)
 
-    def program(self, state: State) -> TracedProgram:
-        """Return the task's program with other prompts."""
-        module = self._program.module.deepcopy()
-        for name, predictor in module.named_predictors():
-            # As loading a file of them would.
-            predictor.load_state({**copy.deepcopy(state[name]), "lm": None})
-        return TracedProgram(module, self._program.layout)
+    def program(self, module: dspy.Module) -> Program:
+        """Return a program of one rollout of a candidate."""
+        return TracedProgram(self._program, module)
 
-    def steps(self, program: Program, forest: Forest, rollout: Rollout) -> list[JsonObject]:
-        """Return the `module`, `inputs` and `outputs` of each module's calls in a program's rollout, in order.
-
-        A reply that could not be parsed, and ended the rollout, is the last, with `outputs` None and its `text`.
-        """
+    def steps(self, program: Program, path: Sequence[Call], rollout: Rollout) -> list[Step]:
+        """Return the calls of a program's rollout, in order."""
         assert isinstance(program, TracedProgram)
-        steps = []
+        steps, named = list[Step](), {name for name, _ in self.module.named_predictors()}
         for predictor, inputs, outputs in program.trace:
             # `BestOfN` and `Refine` run copies of predictors, which have the names of what they were copied from.
-            step = {"module": program.structure.name_of([predictor]), "inputs": as_json(inputs)}
+            name = program.structure.name_of([predictor])
+            if name is None or name not in named:
+                continue  # the advice of `Refine`
             if outputs is not None:
-                steps.append({**step, "outputs": as_json(dict(outputs.items()))})
+                steps.append((name, as_json(inputs), dspy.Prediction(**as_json(dict(outputs.items())))))
             elif rollout.error == ParseFailure.kind:
-                unread = [call.text for call in forest.path(rollout) if not call.ok]
-                steps.append({**step, "outputs": None, "text": unread[-1]})
+                steps.append((name, as_json(inputs), _unread(path)))
         return steps
 
-    def save(self, state: State, path: Path) -> None:
-        """Write prompts as `task.prompts=` reads them, and DSPy's `load`."""
-        self.program(state).save(path)
+    def save(self, module: dspy.Module, path: Path) -> None:
+        """Write a candidate's prompts as `task.prompts=` reads them, and DSPy's `load`."""
+        TracedProgram(self._program, module).save(path)
 
     def problem(self, module: str, instructions: str) -> str:
         """Return the reason why a module cannot have these instructions: none, any text will do."""
@@ -80,14 +80,18 @@ class DspyStudent:
 
 
 class TracedProgram(DspyProgram):
-    """A DSPy program that keeps DSPy's trace of its run (`DspyProgram.run_traced`): each rollout has a copy of it."""
+    """A candidate in one rollout, with DSPy's trace of it (`DspyProgram.run_traced`)."""
 
-    trace: Sequence[Any] = ()
+    def __init__(self, program: DspyProgram, candidate: dspy.Module):
+        vars(self).update(vars(program))
+        # With the predictors of the candidate and the `forward` of its class; `Structure` knows copies of predictors.
+        self.module = copy.copy(candidate)
+        vars(self.module).pop("forward", None)
+        self.trace = list[Any]()
 
     async def run(self, example: Example, ctx: Context) -> object:
         """See `DspyProgram.run`."""
-        self.trace = trace = list[Any]()
-        return await self.run_traced(example, ctx, trace)
+        return await self.run_traced(example, ctx, self.trace)
 
 
 class PromptedStudent:
@@ -95,9 +99,13 @@ class PromptedStudent:
 
     suffix = ".yaml"
 
-    def __init__(self, task: PromptedTask, kind: type, forward: Forward):
+    def __init__(self, task: PromptedTask, program: Program, forward: Forward):
         self._task, self._start = task, task.all_prompts.by_module()
-        self.module = _student_class(dspy.Module, kind, forward)()
+        self.source = ""
+        with suppress(OSError, TypeError):  # of a notebook
+            self.source = inspect.getsource(type(program))
+        self.module = dspy.Module()
+        self.module.forward = forward
         self._displayed: dict[str, str] = {}
         for name, prompt in self._start.items():
             predictor = dspy.Predict(dspy.Signature("prompt -> reply", prompt.instructions))
@@ -107,38 +115,35 @@ class PromptedStudent:
             setattr(self.module, name, predictor)
         _distinguish(self.module)
 
-    def program(self, state: State) -> Program:
+    def program(self, module: dspy.Module) -> Program:
         """See `DspyStudent.program`."""
-        return self._task.make_program(self._prompts(state))
+        return self._task.make_program(self._prompts(module))
 
-    def _prompts(self, state: State) -> Prompts:
-        return self._task.all_prompts.replaced({name: self._prompt(name, state[name]) for name in self._start})
+    def _prompts(self, module: dspy.Module) -> Prompts:
+        return self._task.all_prompts.replaced({name: self._prompt(name, p) for name, p in module.named_predictors()})
 
-    def _prompt(self, name: str, state: JsonObject) -> ModulePrompt:
-        instructions = state["signature"]["instructions"]
+    def _prompt(self, name: str, predictor: dspy.Predict) -> ModulePrompt:
+        instructions = predictor.signature.instructions
         if instructions == self._displayed[name]:
             instructions = self._start[name].instructions
         # A plain example of the task holds no reply of a module.
-        shots = [Shot(demo["prompt"], demo["reply"]) for demo in state["demos"] if {"prompt", "reply"} <= set(demo)]
+        shots = [Shot(demo["prompt"], demo["reply"]) for demo in predictor.demos if {"prompt", "reply"} <= {*demo}]
         return ModulePrompt(instructions, tuple(shots))
 
-    def steps(self, program: Program, forest: Forest, rollout: Rollout) -> list[JsonObject]:
+    def steps(self, program: Program, path: Sequence[Call], rollout: Rollout) -> list[Step]:
         """See `DspyStudent.steps`."""
-        path = forest.path(rollout)
-        steps: list[JsonObject] = []
-        for module in self._start:
-            shot = self._task.shot_of(path, module)
-            if shot is not None:
-                steps.append({"module": module, "inputs": {"prompt": shot.user}, "outputs": {"reply": shot.assistant}})
+        shots = [(module, shot) for module in self._start if (shot := self._task.shot_of(path, module)) is not None]
+        steps: list[Step] = [
+            (module, {"prompt": shot.user}, dspy.Prediction(reply=shot.assistant)) for module, shot in shots
+        ]
         if path and not path[-1].ok:
-            call = path[-1]
-            sent = last_user(call.prompt_text) or call.prompt_text
-            steps.append({"module": call.module, "inputs": {"prompt": sent}, "outputs": None, "text": call.text})
+            sent = last_user(path[-1].prompt_text) or path[-1].prompt_text
+            steps.append((path[-1].module, {"prompt": sent}, _unread(path)))
         return steps
 
-    def save(self, state: State, path: Path) -> None:
-        """Write prompts as `task.prompts=` reads them."""
-        self._prompts(state).write(path)
+    def save(self, module: dspy.Module, path: Path) -> None:
+        """Write a candidate's prompts as `task.prompts=` reads them."""
+        self._prompts(module).write(path)
 
     def problem(self, module: str, instructions: str) -> str:
         """Return the reason why a module cannot have these instructions: placeholders that it needs may be missing."""
@@ -158,7 +163,7 @@ def student_of(task: Task, forward: Forward) -> Student:
     if isinstance(task.program, DspyProgram):
         return DspyStudent(task.program, forward)
     assert isinstance(task, PromptedTask)
-    return PromptedStudent(task, type(task.program), forward)
+    return PromptedStudent(task, task.program, forward)
 
 
 def state_of(module: dspy.Module) -> State:
@@ -172,18 +177,14 @@ def state_of(module: dspy.Module) -> State:
     return serialized
 
 
-def _student_class(kind: Any, source: Any, play: Forward) -> Any:
-    """Return a subclass of a module's class whose `forward` is a rollout.
+def digest_of(state: State) -> str:
+    """Return the name of a candidate."""
+    return f"{rng.digest(json.dumps(state, sort_keys=True)):032x}"
 
-    Args:
-        source: the class whose name and place, and with them source code, it has.
-    """
 
-    def forward(self: dspy.Module, **inputs: object) -> dspy.Prediction:
-        return play(self, inputs)
-
-    names = {"__module__": source.__module__, "__qualname__": source.__qualname__, "__doc__": source.__doc__}
-    return type(kind)(source.__name__, (kind,), {**names, "forward": forward})
+def _unread(path: Sequence[Call]) -> FailedPrediction:
+    """Return the last reply that could not be parsed, as GEPA reads it."""
+    return FailedPrediction(completion_text=next(call.text for call in reversed(path) if not call.ok))
 
 
 def _distinguish(module: dspy.Module) -> None:

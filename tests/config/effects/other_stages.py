@@ -15,9 +15,10 @@ from mmrl.errors import ParseFailure, TooManyFailures
 from mmrl.records import Example
 from mmrl.run.build import build_stage
 from mmrl.stages.prompts import optimisers
-from mmrl.stages.prompts.optimisers import Bench, optimise
-from mmrl.stages.prompts.rollouts import Loop
+from mmrl.stages.prompts.loop import Loop
+from mmrl.stages.prompts.optimisers import SearchSetup, optimise
 from mmrl.stages.prompts.split import split
+from mmrl.system.memo import Memo
 from mmrl.tasks.dspy.own import FunctionProgram
 from tests.config.effects import Options, acts, nested, refused
 from tests.config.effects.endpoints import VALUES, _traced, answering
@@ -53,7 +54,7 @@ def received(name: str, options: Options, folder: Path) -> object:
     got: list[dict[str, Any]] = []
 
     class Recorder:
-        def __init__(self, *bench: Any, **given: Any):
+        def __init__(self, *setup: Any, **given: Any):
             self.strategies: list[Any] = []
             got.append(given)
 
@@ -65,9 +66,9 @@ def received(name: str, options: Options, folder: Path) -> object:
     rollouts: Any = SimpleNamespace(loop=SimpleNamespace(failure=None), stage=stage, student=student)
     writer: Any = SimpleNamespace(lm=lambda temperature: dspy.LM("writer", temperature=temperature))
     of_run: Any = {"train": [], "validation": [None] * 60, "note": MagicMock(), "on_batch": MagicMock()}
-    bench = Bench(rollouts=rollouts, writer=writer, **of_run)
+    setup = SearchSetup(rollouts=rollouts, writer=writer, **of_run)
     with patch.object(optimisers, CLASSES[name], Recorder):
-        optimise(section(name, options), bench)
+        optimise(section(name, options), setup)
     lms = [value.kwargs for given in got for value in given.values() if hasattr(value, "kwargs")]
     return [{key: v for key, v in given.items() if isinstance(v, str | int | float | None)} for given in got], lms
 
@@ -75,10 +76,13 @@ def received(name: str, options: Options, folder: Path) -> object:
 def metric(name: str, options: Options, folder: Path) -> object:
     """What DSPy's bootstrapping learns of failed and of poor rollouts."""
     threshold = section(name, options).metric_threshold
-    results = ({"score": score, "error": error} for score in (0.2, 0.7) for error in (None, "parse"))
+    results = [
+        SimpleNamespace(score=score, rollout=SimpleNamespace(error=error))
+        for score in (0.2, 0.7)
+        for error in (None, "parse")
+    ]
     return [
-        optimisers.worth_showing(threshold)(None, SimpleNamespace(rollout_result=result), trace=[])
-        for result in results
+        optimisers.worth_showing(threshold)(None, SimpleNamespace(_played=result), trace=[]) for result in results
     ], received(name, options, folder)
 
 
@@ -103,7 +107,7 @@ def requests(name: str, options: Options, folder: Path) -> object:
     engine = FakeEngine(lambda request: "x")
     stage = prompt_stage(folder / "run", banking(4), engine, name, **options)
     with stage.rundir:
-        writer = stage._make_writer(folder, loop := Loop())
+        writer = stage._make_writer(Memo(folder / "memo.jsonl"), loop := Loop())
         assert writer is not None
         loop.run(lambda: writer.lm(1.0)("Write."))
     return [request.sampling for request in engine.requests]
@@ -114,7 +118,7 @@ def endpoint(name: str, options: Options, folder: Path) -> object:
     with answering("prompt_model", options) as (given, server):
         stage = prompt_stage(folder / "run", banking(4), ScriptedEngine(None), name, prompt_model=given)
         with stage.rundir:
-            writer = stage._make_writer(folder, Loop())
+            writer = stage._make_writer(Memo(folder / "memo.jsonl"), Loop())
             assert writer is not None and writer.endpoint is not None
             return _traced(writer.endpoint, server)
 
