@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from mmrl.config.base import SPLITS, Idle, idle_values, value_at
 
 _EVAL, _TRAIN = "policy!=null", "policy=null"  # a key that `mmrl eval` alone has
+_PROMPTS = "algo.name=miprov2|bootstrap_fewshot|gepa"
 _ONE_UPDATE = "algo.epochs=1 algo.minibatches=1 model.lora.dropout=null|0.0"
 """A batch is trained on once, by the very weights that its old numbers come from."""
 _MINI = " ".join(f"task.data.{split}=null|mini" for split in SPLITS)
@@ -137,6 +138,18 @@ TYPED = (
         "engine hardware.engine",
         "algo.name=sft facts.engine!=transformers",
         "with algo=sft, which samples and evaluates from the very weights that it trains; use engine=transformers",
+    ),
+    Idle("eval.every run.doctor", _PROMPTS, ", which evaluates before and after, and trains no weights"),
+    Idle("model.lora model.modules model.gradient_checkpointing", _PROMPTS, ", which trains no weights"),
+    Idle(
+        "hardware.nodes hardware.ray hardware.sharding hardware.cpu_offload",
+        _PROMPTS,
+        ", which runs in one process of this machine",
+    ),
+    Idle(
+        "hardware.processes",
+        f"{_PROMPTS} facts.engine!=vllm_server",
+        ", which runs in one process; with engine=vllm_server it says on how many GPUs servers run",
     ),
     Idle("run.doctor", "algo.name=sft", "with algo=sft, whose examples are checked before a model loads"),
     Idle("train.max_failed_share", "algo.source=task|file", "without rollouts; set algo.source=rollouts"),
