@@ -188,7 +188,7 @@ def test_every_rule_has_a_case():
     others |= {"model.path", "model.name", "model.gradient_checkpointing"}  # test_reads.py
     others |= {f"task.data.{split}_items" for split in ("train", "dev", "test")}  # tests/run/test_other_models.py
     others |= {f"run.{key}" for key in ("name", "report_to", "progress", "doctor")}
-    others |= {"hardware.ray"}  # tests/run/test_processes.py, test_reads.py
+    others |= {"hardware.ray", "hardware.processes", "hardware.nodes"}  # tests/run/test_processes.py, test_reads.py
     others |= {"task.caught_parse_penalty"}  # below
     others |= {"eval.temperature", "task.max_tokens"}  # test_settings_that_an_endpoint_is_not_sent
     others |= {f"train.{key}" for key in ("packing", "tis", "staleness", "max_failed_share")}

@@ -41,6 +41,8 @@ def reads() -> Iterator[set[Key]]:
 def _acts(frame: FrameType | None) -> bool:
     """True if the reader is code of mmrl and no check; what a section's own methods read, their caller does."""
     while frame is not None and _module(frame).startswith(("mmrl.config", __name__)):
+        if _module(frame) == "mmrl.config.rules":
+            return False
         frame = frame.f_back
     if frame is None or not _module(frame).startswith("mmrl."):
         return False
