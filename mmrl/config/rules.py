@@ -151,11 +151,7 @@ RUNS: tuple[Idle[Case], ...] = (
         lambda c: not c.evaluates and c.hardware.sharding == "none",
         "with hardware.sharding=none; use fsdp2, zero2 or zero3",
     ),
-    Idle(
-        "hardware.rollout_devices",
-        lambda c: not c.evaluates and c.sampler != "vllm_server",
-        "without vllm_server",
-    ),
+    Idle("hardware.rollout_devices", lambda c: not c.evaluates and c.sampler != "vllm_server", "without vllm_server"),
     Idle(
         "hardware.ray",
         lambda c: c.evaluates,
@@ -278,19 +274,11 @@ TYPED: tuple[Idle[Case], ...] = (
         "with a program of one call, which is the whole trajectory",
     ),
     Idle("algo.filler algo.fill_source algo.failing_index", lambda c: "repeated_calls" in c.absent, _ONCE),
-    Idle(
-        "algo.padding_mode",
-        lambda c: c.algo.padding_mode == "truncate" and "repeated_calls" in c.absent,
-        _ONCE,
-    ),
+    Idle("algo.padding_mode", lambda c: c.algo.padding_mode == "truncate" and "repeated_calls" in c.absent, _ONCE),
     Idle("algo.obs", lambda c: "observations" in c.absent, "with this task: its contexts have no observations"),
     needs("algo.eps algo.ddof", "algo.scale", True),
     Idle("algo.kl", lambda c: c.algo.beta == 0, "with algo.beta=0.0; set algo.beta"),
-    Idle(
-        "train.old_logprobs train.tis train.staleness",
-        lambda c: c.kind == "sft",
-        f"{_SFT}, which has no old policy",
-    ),
+    Idle("train.old_logprobs train.tis train.staleness", lambda c: c.kind == "sft", f"{_SFT}, which has no old policy"),
     Idle(
         "engine hardware.engine",
         lambda c: c.kind == "sft" and c.sampler != "transformers",

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from mmrl.config.base import Section
 
 Key = tuple[type[Section], str]
+"""By class and not by place: what reads an endpoint's keys is one client, wherever a config has an endpoint."""
 
 
 @contextmanager
