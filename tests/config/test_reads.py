@@ -31,9 +31,11 @@ from mmrl.config import (
     TrainCommandConfig,
     TrainConfig,
 )
+from mmrl.config.engines import OpenAIConfig
 from mmrl.config.other_stages import PROMPT_SCHEMAS, SftConfig
 from mmrl.config.tasks import BUILT_IN
 from mmrl.config.validate import sections_of
+from mmrl.engines.endpoint_engine import with_model
 from mmrl.engines.vllm.base import PROBE, probe_logprobs
 from mmrl.models.chat import render_prompt
 from mmrl.models.load import load_model, load_tokenizer
@@ -310,5 +312,7 @@ def test_the_tracker_finds_a_key_that_is_accepted_and_never_read(tmp_path: Path)
         assert copy == config.train and repr(copy) and hash(copy) and copy.model_dump_json()
         assert copy.unheard == config.train.unheard == 2, "and so is a test's own look"
         assert not seen
+        with_model(OpenAIConfig(), "m")
+        assert seen == {(OpenAIConfig, "endpoint")}, "validators of what mmrl makes of it read the other keys"
         assert begin(config, ["mmrl"]) == 0
     assert [key for _, (kind, key) in leaves("rl", Wider) if (kind, key) not in seen] == ["unheard"]

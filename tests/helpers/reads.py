@@ -40,7 +40,10 @@ def reads() -> Iterator[set[Key]]:
 
 
 def _acts(frame: FrameType | None) -> bool:
-    """True if the reader is code of mmrl and no check; what a section's own methods read, their caller does."""
+    """True if the reader is code of mmrl and no check; what a section's own methods read, their caller does.
+
+    Validators are called by pydantic; a whole dump, equality and hash read no key by name.
+    """
     while frame is not None and _module(frame).startswith(("mmrl.config", __name__)):
         if _module(frame) == "mmrl.config.rules":
             return False
