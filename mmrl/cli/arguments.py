@@ -101,7 +101,7 @@ class CreditArguments(Section):
     page: str | None = Field(None, description="a file for a page (.html), or its picture alone (.svg)")
 
     idle: ClassVar = [
-        Idle("step", "run=null", "without run=RUN_DIR; a file has one step"),
+        Idle("step", lambda given: given.run is None, "without run=RUN_DIR; a file has one step"),
     ]
 
     @model_validator(mode="after")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
-from mmrl.config.base import Idle, MethodConfig, Temperature, no_lookalike
+from mmrl.config.base import Idle, MethodConfig, Temperature, needs, no_lookalike
 from mmrl.config.teacher import STUDENT, TeacherConfig
 from mmrl.errors import ConfigError
 
@@ -43,7 +43,7 @@ class AlgoConfig(MethodConfig):
     ratio_one: bool = Field(False, description="ratio 1 in every optimizer step: no clipping, plain policy gradient")
     # Factors of modules are checked against the program's modules, which no schema knows (algorithms/checks.py).
     advantage_scale: dict[str, float] | None = Field(None, description="module: factor of its advantages, else 1")
-    idle: ClassVar[list[Idle]] = [Idle("loss_length", "loss_mean!=constant")]
+    idle: ClassVar[list[Idle[Any]]] = [needs("loss_length", "loss_mean", "constant")]
     # No key: `model.modules` says it.
     _left_out: frozenset[str] = PrivateAttr(frozenset())
 
@@ -98,7 +98,10 @@ class GroupConfig(AlgoConfig):
         "keep", description="treatment of groups with equal rewards; refill: dropped, and other examples sampled"
     )
     refill_rounds: int = Field(4, ge=1, description="most rounds of further sampling in a step (zero_variance=refill)")
-    idle: ClassVar[list[Idle]] = [Idle("refill_rounds", "zero_variance!=refill"), Idle("std_over", "scale!=true")]
+    idle: ClassVar[list[Idle[Any]]] = [
+        needs("refill_rounds", "zero_variance", "refill"),
+        needs("std_over", "scale", True),
+    ]
 
     @property
     def refills(self) -> int:
@@ -116,7 +119,9 @@ class PenaltyConfig(AlgoConfig):
 
     penalties: bool = Field(True, description="false: final reward only (all R_spe = 0)")
     penalty_scale: dict[str, float] | None = Field(None, description="module: factor of its penalty (R_spe), else 1")
-    idle: ClassVar[list[Idle]] = [Idle("penalty_scale", "penalties=false")]
+    idle: ClassVar[list[Idle[Any]]] = [
+        Idle("penalty_scale", lambda algo: not algo.penalties, "with penalties=false; leave one of the two out")
+    ]
 
 
 class MhgpoConfig(GroupConfig, PenaltyConfig):
@@ -132,7 +137,13 @@ class MhgpoConfig(GroupConfig, PenaltyConfig):
     frozen_serving: bool = Field(
         False, description="modules out of the loss act with the initial weights, not the current"
     )
-    idle: ClassVar[list[Idle]] = [Idle("propagate", "aggregate=tree_value")]
+    idle: ClassVar[list[Idle[Any]]] = [
+        Idle(
+            "propagate",
+            lambda algo: algo.aggregate == "tree_value",
+            "with aggregate=tree_value; leave one of the two out",
+        )
+    ]
 
     def trains(self, module: str) -> bool:
         """True if the module is in the loss."""
@@ -241,10 +252,10 @@ class CcpoConfig(GroupConfig):
     scale: Literal[True, False, "mean"] = Field(
         False, description="divide by the standard deviation, which washes small bonuses out; mean: by the mean reward"
     )
-    idle: ClassVar[list[Idle]] = [
-        Idle("bonus_coef success", "credit=difference"),
-        Idle("reply teachers", "program!=null"),
-        Idle("reply", "teachers!=null"),
+    idle: ClassVar[list[Idle[Any]]] = [
+        needs("bonus_coef success", "credit", "bonus"),
+        needs("reply teachers", "program", None),
+        Idle("reply", lambda algo: algo.teachers is not None, "with teachers; leave one of the two out"),
     ]
 
     def exchanged_modules(self, modules: Sequence[str]) -> tuple[str, ...]:
@@ -366,12 +377,14 @@ class MmgrpoConfig(GroupConfig):
     )
     max_context: int | None = Field(8192, ge=1, description="longest prompt + completion that is trained on")
     overlong: Literal["datapoint", "trajectory"] = Field("datapoint", description="left out where one is longer")
-    idle: ClassVar[list[Idle]] = [
-        Idle("filler fill_source", "padding_mode!=fill"),
-        Idle("filler", "fill_source!=rollout"),
-        Idle("failing_index", "padding_mode!=ragged"),
-        Idle("failing_index", "failing_traces=trajectory"),
-        Idle("overlong", "max_context=null", "; set max_context or leave it out"),
+    idle: ClassVar[list[Idle[Any]]] = [
+        needs("filler fill_source", "padding_mode", "fill"),
+        needs("filler", "fill_source", "rollout"),
+        needs("failing_index", "padding_mode", "ragged"),
+        needs("failing_index", "failing_traces", "failing_only"),
+        Idle(
+            "overlong", lambda algo: algo.max_context is None, "with max_context=null; set max_context or leave it out"
+        ),
     ]
 
     @model_validator(mode="after")
@@ -427,6 +440,9 @@ class MappoConfig(CriticConfig, PenaltyConfig):
     whiten: Literal["trained", "none"] = Field("trained", description="tokens that advantages are whitened over")
 
 
+_SKIPS = "with obs=skip, which passes over observation tokens"
+
+
 class TurnCriticConfig(CriticConfig):
     """Settings of PPO and MT-PPO, where a rollout's calls form one sequence."""
 
@@ -439,9 +455,9 @@ class TurnCriticConfig(CriticConfig):
         "trained", description="tokens that advantages are whitened over; all: observations too"
     )
     # obs=skip leaves observation tokens out of the sequence, so nothing can be placed or averaged on them
-    idle: ClassVar[list[Idle]] = [
-        Idle("position", "obs=skip", ", which passes over observation tokens: turn_end needs obs=all"),
-        Idle("whiten", "obs=skip whiten=all", ", which passes over observation tokens: all needs obs=all"),
+    idle: ClassVar[list[Idle[Any]]] = [
+        Idle("position", lambda algo: algo.obs == "skip", f"{_SKIPS}: turn_end needs obs=all"),
+        Idle("whiten", lambda algo: algo.obs == "skip" and algo.whiten == "all", f"{_SKIPS}: all needs obs=all"),
     ]
 
 
@@ -458,7 +474,9 @@ class MtPpoConfig(TurnCriticConfig):
     whiten_within: Literal["batch", "turn"] = Field(
         "batch", description="turn: advantages of the last turns are whitened apart from those of the turns before"
     )
-    idle: ClassVar[list[Idle]] = [Idle("whiten_within", "whiten=none")]
+    idle: ClassVar[list[Idle[Any]]] = [
+        Idle("whiten_within", lambda algo: algo.whiten == "none", "with whiten=none; leave one of the two out")
+    ]
 
 
 ALGO_SCHEMAS: dict[str, type[AlgoConfig]] = {

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Annotated, ClassVar, NamedTuple, Self, TypeVar
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Annotated, Any, ClassVar, Generic, Self, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -43,32 +45,35 @@ Sources = Annotated[str | None, BeforeValidator(_joined)]
 """Sources of data, as `tasks.data.rows` reads them."""
 
 
-class Idle(NamedTuple):
-    """Keys that have no effect where all terms of `when` hold: refused, never ignored."""
+SubjectT = TypeVar("SubjectT")
+
+
+@dataclass(frozen=True, slots=True)
+class Idle(Generic[SubjectT]):
+    """Keys that have no effect where a predicate holds: refused, never ignored."""
 
     keys: str
     """Their paths, with spaces between."""
-    when: str
-    """`key=a|b`, `key!=a`, `key~a` (a list with it), `key!~a`, with spaces between."""
-    why: str = ""
-    """Goes on after "with key=value" of the first term, or after "has no effect" where it begins with a letter."""
+    when: Callable[[SubjectT], object]
+    """Of the section that has the keys; of several sections `mmrl.config.rules.Case`. Not asked about an absent key."""
+    why: str | Callable[[SubjectT], str]
+    """Goes on after "has no effect"."""
 
-    def problem(self, sections: object, key: str) -> str | None:
+    def problem(self, subject: SubjectT, sections: object, key: str) -> str | None:
         """Return the sentence for a key of these, or None if it has an effect."""
-        terms = [re.split(r"(!?[=~])", term, maxsplit=1) for term in self.when.split()]
-        for path, sign, wanted in terms:
-            found = value_at(sections, path)
-            matches = wanted in str(found) if sign[-1] == "~" else literal(found) in wanted.split("|")
-            if matches == sign.startswith("!"):
-                return None
-        path, sign, wanted = terms[0]
+        if not self.when(subject):
+            return None
         value = value_at(sections, key)
         # a whole section would bury the sentence
         got = "" if isinstance(value, Mapping | BaseModel) else f"got {literal(value)}, which "
-        instead = f"; set {path}={wanted} or leave it out" if sign == "!=" else "; leave one of the two out"
-        cause = f"{wanted} in {path}" if sign == "~" else f"{path}={literal(value_at(sections, path))}"
-        why = self.why if self.why[:1].isalpha() else f"with {cause}{self.why or instead}"
-        return f"{key}: {got}has no effect {why}"
+        return f"{key}: {got}has no effect {self.why if isinstance(self.why, str) else self.why(subject)}"
+
+
+def needs(keys: str, other: str, wanted: object) -> Idle[Any]:
+    """Return the rule of keys that have an effect with one value of another key alone."""
+    found = attrgetter(other)
+    instead = f"set {other}={literal(wanted)} or leave it out"
+    return Idle(keys, lambda s: found(s) != wanted, lambda s: f"with {other}={literal(found(s))}; {instead}")
 
 
 class Section(BaseModel):
@@ -85,13 +90,13 @@ class Section(BaseModel):
         validate_default=True,
         allow_inf_nan=False,
     )
-    idle: ClassVar[list[Idle]] = []
+    idle: ClassVar[list[Idle[Any]]] = []
     """Rules of the class that declares the keys; the default of a key is no choice."""
 
     @model_validator(mode="after")
     def _no_idle_keys(self) -> Self:
         kinds = reversed(type(self).__mro__)
-        if problems := idle_values((rule for kind in kinds for rule in vars(kind).get("idle", ())), self):
+        if problems := idle_values((rule for kind in kinds for rule in vars(kind).get("idle", ())), self, self):
             raise ValueError(*problems)
         return self
 
@@ -252,10 +257,16 @@ def _hashable(value: object) -> object:
     return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value
 
 
-def idle_values(rules: Iterable[Idle], sections: Mapping[str, object] | BaseModel) -> list[str]:
-    """Return one sentence for each key without effect whose value is not its default."""
+def idle_values(
+    rules: Iterable[Idle[SubjectT]], subject: SubjectT, sections: Mapping[str, object] | BaseModel
+) -> list[str]:
+    """Return one sentence for each key of the sections without effect whose value is not its default.
+
+    Args:
+        subject: what the rules judge by.
+    """
     keys = [(rule, key) for rule in rules for key in rule.keys.split() if not is_default(sections, key)]
-    return [text for rule, key in keys if (text := rule.problem(sections, key))]
+    return [text for rule, key in keys if (text := rule.problem(subject, sections, key))]
 
 
 def is_default(sections: Mapping[str, object] | BaseModel, path: str) -> bool:

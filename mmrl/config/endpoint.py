@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, JsonValue, field_validator, model_validator
 
@@ -31,6 +31,11 @@ def _as_json(value: object) -> object:
     if isinstance(value, Mapping):
         return {key: _as_json(item) for key, item in value.items()}
     return [_as_json(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def omitted(key: str, setting: str) -> Idle[Endpoint]:
+    """Return the rule of a key about a setting that `omit` names."""
+    return Idle(key, lambda endpoint: setting in endpoint.omit, f"with {setting} in omit; leave one of the two out")
 
 
 class Endpoint(Section):
@@ -63,7 +68,7 @@ class Endpoint(Section):
     price_in: float = Field(0.0, ge=0, description="USD per million prompt tokens, for the cost counter")
     price_cached: float | None = Field(None, ge=0, description="of those from the endpoint's cache; null: price_in")
     price_out: float = Field(0.0, ge=0, description="USD per million completion tokens, reasoning included")
-    idle: ClassVar[list[Idle]] = [Idle("max_tokens_field", "omit~max_tokens")]
+    idle: ClassVar[list[Idle[Any]]] = [omitted("max_tokens_field", "max_tokens")]
 
     @field_validator("url")
     @classmethod

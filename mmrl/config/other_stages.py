@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from mmrl.config.base import Idle, MethodConfig, Section, Sources, Temperature
+from mmrl.config.base import Idle, MethodConfig, Section, Sources, Temperature, needs
 from mmrl.config.endpoint import EndpointConfig
 
 Auto = Literal["light", "medium", "heavy"]
@@ -119,12 +119,13 @@ class Miprov2Config(BootstrapConfig, ProposingConfig):
     tip_aware_proposer: bool = Field(True, description="the prompt model gets one of DSPy's tips, drawn each time")
     fewshot_aware_proposer: bool = Field(True, description="the prompt model sees demonstrations")
     init_temperature: float = Field(1.0, ge=0, description="sampling temperature of the prompt model's instructions")
-    idle: ClassVar[list[Idle]] = [
-        Idle("num_candidates num_instruct_candidates num_trials minibatch", "auto!=null"),
-        Idle(
+    idle: ClassVar[list[Idle[Any]]] = [
+        needs("num_candidates num_instruct_candidates num_trials minibatch", "auto", None),
+        needs(
             "prompt_model prompt_max_tokens num_instruct_candidates program_aware_proposer data_aware_proposer "
             "tip_aware_proposer fewshot_aware_proposer init_temperature",
-            "instructions!=null",
+            "instructions",
+            None,
         ),
     ]
 
@@ -209,7 +210,7 @@ class GepaConfig(PromptConfig, ProposingConfig):
     use_merge: bool = Field(True, description="instructions of two candidates are merged")
     max_merge_invocations: int | None = Field(5, ge=1, description="merges that are tried; null: no limit")
     prompt_temperature: float = Field(1.0, ge=0, description="sampling temperature of the prompt model")
-    idle: ClassVar[list[Idle]] = [Idle("max_merge_invocations", "use_merge=false")]
+    idle: ClassVar[list[Idle[Any]]] = [needs("max_merge_invocations", "use_merge", True)]
 
     @model_validator(mode="after")
     def _budget(self) -> Self:
@@ -258,9 +259,9 @@ class SftConfig(MethodConfig):
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling of the rollouts; 1: off")
     top_k: int = Field(0, ge=0, description="sample among the k likeliest tokens alone; 0: off")
     parse_retries: int = Field(0, ge=0, le=10, description="extra attempts after a parse failure in the rollouts")
-    idle: ClassVar[list[Idle]] = [
-        Idle("file", "source!=file"),
-        Idle("rollouts min_reward per_example temperature top_p top_k parse_retries", "source!=rollouts"),
+    idle: ClassVar[list[Idle[Any]]] = [
+        needs("file", "source", "file"),
+        needs("rollouts min_reward per_example temperature top_p top_k parse_retries", "source", "rollouts"),
     ]
 
     @model_validator(mode="after")

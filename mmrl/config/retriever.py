@@ -39,11 +39,11 @@ class LocalRetrieverConfig(RetrieverConfig):
     """Settings of retrievers over an index on this machine."""
 
     index: str | None = Field(None, description="folder made by `mmrl index build`; it brings its own corpus")
-    idle: ClassVar[list[Idle]] = [
+    idle: ClassVar[list[Idle[Any]]] = [
         Idle(
             "k1 b stemmer stopwords model encoder normalise query_prompt passage_prompt faiss cache_dir",
-            "index!=null",
-            ", which was built with its own",
+            lambda retriever: retriever.index is not None,
+            lambda retriever: f"with index={retriever.index}, which was built with its own",
         ),
     ]
 

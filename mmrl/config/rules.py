@@ -8,139 +8,306 @@ data is in `mmrl.run.check`.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from pydantic import BaseModel
 
-from mmrl.config.base import SPLITS, Idle, idle_values, value_at
+from mmrl.config.base import MINI, SPLITS, Idle, idle_values, needs, value_at
+from mmrl.config.schema import EvalConfig, HardwareConfig, ModelConfig, RootConfig, RunConfig, TrainConfig
 
-_EVAL, _TRAIN = "policy!=null", "policy=null"  # a key that `mmrl eval` alone has
-_ONE_UPDATE = "algo.epochs=1 algo.minibatches=1 model.lora.dropout=null|0.0"
-"""A batch is trained on once, by the very weights that its old numbers come from."""
-_MINI = " ".join(f"task.data.{split}=null|mini" for split in SPLITS)
-_GREEDY = "eval.temperature=0.0 engine.endpoint.omit!~temperature"
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What rules judge by: the sections of a config, and facts of its command and task.
+
+    A section that a config does not have is None; a rule is asked about keys that are there, and reads sections that
+    are there with them.
+    """
+
+    train: TrainConfig
+    model: ModelConfig
+    hardware: HardwareConfig
+    eval: EvalConfig
+    run: RunConfig
+    # Which keys these have depends on their names.
+    algo: Any
+    task: Any
+    engine: Any
+    kind: str
+    """`config.schema.Kind.name`."""
+    sampler: str
+    """The engine in use."""
+    other_path: bool
+    """`model.path` is another than `policy`."""
+    reward_set: str = ""
+    absent: Collection[str] = ()
+    """Features that the task's program never has (`tasks.base.FEATURES`)."""
+    modules: int = 0
+    """Of the program; 0: not known."""
+
+    @property
+    def evaluates(self) -> bool:
+        """True on `mmrl eval`."""
+        return self.kind == "eval"
+
+    @property
+    def ratio_one(self) -> bool:
+        """True under `algo.ratio_one`, which supervised training has no key for."""
+        return self.kind == "rl" and self.algo.ratio_one
+
+    @property
+    def one_update(self) -> bool:
+        """True if a batch is trained on once, by the very weights that its old numbers come from."""
+        lora = self.model.lora
+        once = self.kind == "rl" and self.algo.epochs == self.algo.minibatches == 1
+        return once and (lora is None or lora.dropout == 0)
+
+    @property
+    def mini(self) -> bool:
+        """True if all examples are the mini world's."""
+        return all(self.task.data.source_of(split) in (None, MINI) for split in SPLITS)
+
+    def omits(self, setting: str) -> bool:
+        """True if the endpoint that samples is not sent this setting."""
+        endpoint = getattr(self.engine, "endpoint", None)
+        return endpoint is not None and setting in endpoint.omit
+
+    def penalties(self) -> bool | None:
+        """Return `algo.penalties`; None for an algorithm without."""
+        return getattr(self.algo, "penalties", None)
+
+
+_RATIO_ONE = "with algo.ratio_one=true"
+_OLD = "with train.old_logprobs"
+_ALONE = "; leave one of the two out"
+_EVAL = "on mmrl eval"
+_SFT = "with algo=sft"
 _PARSED = "with this task: nothing its modules write fails to parse"
 _ONCE = "with this task, whose program calls each module at most once: there are no lists of unequal length"
+_MINI_DATA = "on the mini world: it is for task.data"
 
-# `facts.*` are those of `_with_facts`. For any value but the default, set by the user or by a config file:
-RUNS = (
-    Idle("train.warmup_steps", "train.schedule=constant", "; use train.schedule=constant_with_warmup"),
-    Idle("train.old_logprobs algo.clip_high algo.loss", "algo.ratio_one=true"),
-    Idle("train.tis", "algo.ratio_one=true", ", which has no old policy to correct; leave one of the two out"),
-    Idle("train.tis", "train.old_logprobs=sampler", ", whose ratio is against the sampler already; use recompute"),
-    Idle("train.staleness", "algo.ratio_one=true", ", which takes every batch as sampled from the weights in training"),
+
+def _not_sent(key: str) -> Idle[Case]:
+    """Return the rule of a setting that `engine.endpoint.omit` may name."""
+    setting = key.partition(".")[2]
+    why = f"with {setting} in engine.endpoint.omit, so that the endpoint's own holds{_ALONE}"
+    return Idle(key, lambda c: c.omits(setting), why)
+
+
+def _of_absent_split(split: str) -> Idle[Case]:
+    """Return the rule of the number of a split's examples, where there is no such split."""
+    why = f"with task.data.{split}=null: there is no such split"
+    return Idle(f"task.data.{split}_items", lambda c: c.task.data.source_of(split) is None, why)
+
+
+def _of_weights(keys: str, why: str) -> Idle[Case]:
+    """Return the rule of keys about weights, which optimisers of prompts have no use for."""
+    return Idle(keys, lambda c: c.kind == "prompts", lambda c: f"with algo={c.algo.name}, which {why}")
+
+
+# For any value but the default, set by the user or by a config file:
+RUNS: tuple[Idle[Case], ...] = (
+    Idle(
+        "train.warmup_steps",
+        lambda c: c.train.schedule == "constant",
+        "with train.schedule=constant; use train.schedule=constant_with_warmup",
+    ),
+    Idle("train.old_logprobs algo.clip_high algo.loss", lambda c: c.ratio_one, f"{_RATIO_ONE}{_ALONE}"),
+    Idle("train.tis", lambda c: c.ratio_one, f"{_RATIO_ONE}, which has no old policy to correct{_ALONE}"),
+    Idle(
+        "train.tis",
+        lambda c: c.train.old_logprobs == "sampler",
+        f"{_OLD}=sampler, whose ratio is against the sampler already; use recompute",
+    ),
     Idle(
         "train.staleness",
-        "train.old_logprobs=recompute train.tis=null",
-        ", which forgets the weights that sampled; use train.old_logprobs=sampler, or set train.tis",
+        lambda c: c.ratio_one,
+        f"{_RATIO_ONE}, which takes every batch as sampled from the weights in training",
     ),
-    Idle("algo.critic", "algo.critic=adapter model.lora=null", "without an adapter of the policy: set model.lora"),
-    Idle("algo.frozen_serving", "model.modules!=null", "with model.modules: a frozen adapter acts as it started"),
+    Idle(
+        "train.staleness",
+        lambda c: c.train.old_logprobs == "recompute" and c.train.tis is None,
+        f"{_OLD}=recompute, which forgets the weights that sampled; use train.old_logprobs=sampler, or set train.tis",
+    ),
+    Idle(
+        "algo.critic",
+        lambda c: c.algo.critic == "adapter" and c.model.lora is None,
+        "without an adapter of the policy: set model.lora",
+    ),
+    Idle(
+        "algo.frozen_serving",
+        lambda c: c.model.modules is not None,
+        "with model.modules: a frozen adapter acts as it started",
+    ),
     # These three say how a run trains: an evaluation may take the profile of a training run as it is.
-    Idle("hardware.sharding", f"hardware.processes=1 hardware.nodes=1 {_TRAIN}", "with one process; use none"),
-    Idle("hardware.cpu_offload", f"hardware.sharding=none {_TRAIN}", "; use fsdp2, zero2 or zero3"),
-    Idle("hardware.rollout_devices", f"facts.engine!=vllm_server {_TRAIN}", "without vllm_server"),
-    Idle("hardware.ray", _EVAL, "on mmrl eval, which runs in one process of this machine; take another profile"),
-    Idle("hardware.ray", "algo.name=sft", "with algo=sft, which trains in one process of this machine"),
-    Idle("engine.endpoints", "facts.engine=openai", "with engine=openai, which answers for all modules; leave it out"),
-    Idle("model.modules", _EVAL, "on mmrl eval, where a checkpoint says which module uses which weights"),
+    Idle(
+        "hardware.sharding",
+        lambda c: not c.evaluates and c.hardware.processes == c.hardware.nodes == 1,
+        "with one process; use none",
+    ),
+    Idle(
+        "hardware.cpu_offload",
+        lambda c: not c.evaluates and c.hardware.sharding == "none",
+        "with hardware.sharding=none; use fsdp2, zero2 or zero3",
+    ),
+    Idle("hardware.rollout_devices", lambda c: not c.evaluates and c.sampler != "vllm_server", "without vllm_server"),
+    Idle(
+        "hardware.ray",
+        lambda c: c.evaluates,
+        f"{_EVAL}, which runs in one process of this machine; take another profile",
+    ),
+    Idle("hardware.ray", lambda c: c.kind == "sft", f"{_SFT}, which trains in one process of this machine"),
+    Idle(
+        "engine.endpoints",
+        lambda c: c.sampler == "openai",
+        "with engine=openai, which answers for all modules; leave it out",
+    ),
+    Idle("model.modules", lambda c: c.evaluates, f"{_EVAL}, where a checkpoint says which module uses which weights"),
 )
 # Where the key is typed: a file may carry a paper's value that is not in use. Several rules may name one key.
-TYPED = (
+TYPED: tuple[Idle[Case], ...] = (
     # Greedy decoding draws nothing, so that what shapes the draw, and drawing again, change no completion.
-    Idle("eval.top_p eval.top_k eval.samples", _GREEDY, " (greedy); set eval.temperature, or leave it out"),
-    *(
-        Idle(key, f"engine.endpoint.omit~{key[5:]}", ", so that the endpoint's own holds; leave one of the two out")
-        for key in ("eval.temperature", "eval.top_p", "task.max_tokens")
+    Idle(
+        "eval.top_p eval.top_k eval.samples",
+        lambda c: c.eval.temperature == 0 and not c.omits("temperature"),
+        "with eval.temperature=0.0 (greedy); set eval.temperature, or leave it out",
     ),
+    *map(_not_sent, ("eval.temperature", "eval.top_p", "task.max_tokens")),
     # These three are terms of the turn rewards; the other reward sets do not read them.
     Idle(
         "task.search_penalty task.final_penalty task.em_needs_format",
-        "task.name=search_agent facts.reward_set!=turn|judge_turn",
+        lambda c: c.task.name == "search_agent" and c.reward_set not in ("turn", "judge_turn"),
         "with this reward set; use task.reward=turn",
     ),
-    Idle("task.gain", "facts.reward_set!=gain", "with this reward set; use task.reward=gain"),
-    Idle("hardware.engine", "engine.name!=auto", "with engine= given; leave one of the two out"),
+    Idle("task.gain", lambda c: c.reward_set != "gain", "with this reward set; use task.reward=gain"),
+    Idle("hardware.engine", lambda c: c.engine.name != "auto", f"with engine= given{_ALONE}"),
     Idle(
         "engine.python engine.args engine.start_timeout_s engine.restarts engine.gpu_memory engine.kv_cache_gb "
         "engine.replicas",
-        "engine.urls!=[]",
+        lambda c: c.engine.servers,
         "with engine.urls: mmrl does not start those servers",
     ),
     Idle(
-        "run.group run.tags run.wandb_project run.report_calls", "run.report_to=[]", "without a tracker: run.report_to"
+        "run.group run.tags run.wandb_project run.report_calls",
+        lambda c: not c.run.report_to,
+        "without a tracker: run.report_to",
     ),
-    Idle("eval.split", _EVAL, "on mmrl eval; use split="),
-    Idle("model.name model.lora", _EVAL, "on mmrl eval: policy= names the weights, and their adapter"),
+    Idle("eval.split", lambda c: c.evaluates, f"{_EVAL}; use split="),
+    Idle("model.name model.lora", lambda c: c.evaluates, f"{_EVAL}: policy= names the weights, and their adapter"),
     Idle(
-        "model.path", f"{_EVAL} facts.engine!=openai facts.other_path=true", "on mmrl eval; policy= names the weights"
+        "model.path",
+        lambda c: c.evaluates and c.sampler != "openai" and c.other_path,
+        f"{_EVAL}; policy= names the weights",
     ),
     # Typed, and not from a profile that was made for training.
     Idle(
         "eval.every model.gradient_checkpointing hardware.sharding hardware.cpu_offload hardware.rollout_devices "
         "run.name run.report_to run.report_calls run.wandb_project run.group run.tags run.progress run.doctor "
         "task.caught_parse_penalty",
-        _EVAL,
-        "on mmrl eval; it is an option of mmrl train",
+        lambda c: c.evaluates,
+        f"{_EVAL}; it is an option of mmrl train",
     ),
-    Idle("algo.clip", "algo.ratio_one=true"),
+    Idle("algo.clip", lambda c: c.ratio_one, f"{_RATIO_ONE}{_ALONE}"),
     Idle(
         "algo.clip",
-        "algo.loss=cispo algo.clip_high!=null",
-        ", whose one bound is algo.clip_high; leave one of the two out",
+        lambda c: c.algo.loss == "cispo" and c.algo.clip_high is not None,
+        f"with algo.loss=cispo, whose one bound is algo.clip_high{_ALONE}",
     ),
     Idle(
         "algo.loss algo.clip algo.clip_high",
-        f"train.old_logprobs=recompute {_ONE_UPDATE}",
-        " and one optimizer step per batch, whose ratio is 1; set algo.epochs or algo.minibatches",
+        lambda c: c.train.old_logprobs == "recompute" and c.one_update,
+        f"{_OLD}=recompute and one optimizer step per batch, whose ratio is 1; set algo.epochs or algo.minibatches",
     ),
-    Idle("algo.value_clip", _ONE_UPDATE, "with one optimizer step per batch; set algo.epochs or algo.minibatches"),
-    Idle("train.schedule", "train.schedule=constant_with_warmup train.warmup_steps=0", "; set train.warmup_steps"),
-    *(Idle(f"task.data.{split}_items", f"task.data.{split}=null", ": there is no such split") for split in SPLITS),
+    Idle(
+        "algo.value_clip",
+        lambda c: c.one_update,
+        "with one optimizer step per batch; set algo.epochs or algo.minibatches",
+    ),
+    Idle(
+        "train.schedule",
+        lambda c: c.train.schedule == "constant_with_warmup" and c.train.warmup_steps == 0,
+        "with train.schedule=constant_with_warmup; set train.warmup_steps",
+    ),
+    *map(_of_absent_split, SPLITS),
     # Their questions of the mini world are of one kind.
-    Idle("task.dataset", f"task.name=search_agent|tool_agent {_MINI}", "on the mini world: it is for task.data"),
+    Idle("task.dataset", lambda c: c.task.name in ("search_agent", "tool_agent") and c.mini, _MINI_DATA),
     # The papers' samples are from official files, and do not apply to the embedded world.
-    Idle("task.sample", _MINI, "on the mini world: it is for task.data"),
-    Idle("task.claim_hops", _MINI, "on the mini world, whose claims have 3 hops"),
+    Idle("task.sample", lambda c: c.mini, _MINI_DATA),
+    Idle("task.claim_hops", lambda c: c.mini, "on the mini world, whose claims have 3 hops"),
     Idle(
         "eval.parse_retries algo.parse_retries algo.format_failure_score algo.format_failure_best algo.failing_traces "
         "algo.failing_index",
-        "facts.absent~parse_failures",
+        lambda c: "parse_failures" in c.absent,
         _PARSED,
     ),
     Idle(
         "algo.penalties algo.penalty_scale algo.propagate",
-        "facts.absent~penalties",
+        lambda c: "penalties" in c.absent,
         "with this task: its modules have no penalties",
     ),
-    Idle("algo.propagate task.caught_parse_penalty", "algo.penalties=false"),
+    Idle(
+        "algo.propagate task.caught_parse_penalty",
+        lambda c: c.penalties() is False,
+        f"with algo.penalties=false{_ALONE}",
+    ),
     Idle(
         "task.caught_parse_penalty",
-        f"algo.penalties=null {_TRAIN}",
+        lambda c: c.penalties() is None and not c.evaluates,
         "with this algorithm, whose calls have no penalties; use algo=mappo or one of algo=mhgpo_*",
     ),
     # Eq. 4 of MHGPO aggregates over several successors, which no trained call of these samplers has.
-    Idle("algo.aggregate", "algo.name=mhgpo_fof|mhgpo_is", "with this sampler: no trained call has several successors"),
-    Idle("algo.aggregate", "algo.name=mhgpo_rr facts.modules=1", "with one module: no call has several successors"),
-    Idle("algo.fork_probs algo.on_missing", "facts.modules=1", "with a program of one module"),
+    Idle(
+        "algo.aggregate",
+        lambda c: c.algo.name in ("mhgpo_fof", "mhgpo_is"),
+        "with this sampler: no trained call has several successors",
+    ),
+    Idle(
+        "algo.aggregate",
+        lambda c: c.algo.name == "mhgpo_rr" and c.modules == 1,
+        "with one module: no call has several successors",
+    ),
+    Idle("algo.fork_probs algo.on_missing", lambda c: c.modules == 1, "with a program of one module"),
     Idle(
         "algo.failing_traces algo.overlong",
-        "facts.modules=1 facts.absent~repeated_calls",
+        lambda c: c.modules == 1 and "repeated_calls" in c.absent,
         "with a program of one call, which is the whole trajectory",
     ),
-    Idle("algo.filler algo.fill_source algo.failing_index", "facts.absent~repeated_calls", _ONCE),
-    Idle("algo.padding_mode", "algo.padding_mode=truncate facts.absent~repeated_calls", _ONCE),
-    Idle("algo.obs", "facts.absent~observations", "with this task: its contexts have no observations"),
-    Idle("algo.eps algo.ddof", "algo.scale!=true"),
-    Idle("algo.kl", "algo.beta=0.0", "; set algo.beta"),
-    Idle("train.old_logprobs train.tis train.staleness", "algo.name=sft", "with algo=sft, which has no old policy"),
+    Idle("algo.filler algo.fill_source algo.failing_index", lambda c: "repeated_calls" in c.absent, _ONCE),
+    Idle("algo.padding_mode", lambda c: c.algo.padding_mode == "truncate" and "repeated_calls" in c.absent, _ONCE),
+    Idle("algo.obs", lambda c: "observations" in c.absent, "with this task: its contexts have no observations"),
+    needs("algo.eps algo.ddof", "algo.scale", True),
+    Idle("algo.kl", lambda c: c.algo.beta == 0, "with algo.beta=0.0; set algo.beta"),
+    Idle("train.old_logprobs train.tis train.staleness", lambda c: c.kind == "sft", f"{_SFT}, which has no old policy"),
     Idle(
         "engine hardware.engine",
-        "algo.name=sft facts.engine!=transformers",
-        "with algo=sft, which samples and evaluates from the very weights that it trains; use engine=transformers",
+        lambda c: c.kind == "sft" and c.sampler != "transformers",
+        f"{_SFT}, which samples and evaluates from the very weights that it trains; use engine=transformers",
     ),
-    Idle("run.doctor", "algo.name=sft", "with algo=sft, whose examples are checked before a model loads"),
-    Idle("train.max_failed_share", "algo.source=task|file", "without rollouts; set algo.source=rollouts"),
-    Idle("algo.critic_warmup_steps algo.value_clip", "algo.critic_lr_factor=0.0", ": the critic is not trained"),
+    Idle("run.doctor", lambda c: c.kind == "sft", f"{_SFT}, whose examples are checked before a model loads"),
+    Idle(
+        "train.max_failed_share",
+        lambda c: c.kind == "sft" and c.algo.source != "rollouts",
+        "without rollouts; set algo.source=rollouts",
+    ),
+    _of_weights("eval.every run.doctor", "evaluates before and after, and trains no weights"),
+    _of_weights("model.lora model.modules model.gradient_checkpointing", "trains no weights"),
+    _of_weights(
+        "hardware.nodes hardware.ray hardware.sharding hardware.cpu_offload", "runs in one process of this machine"
+    ),
+    Idle(
+        "hardware.processes",
+        lambda c: c.kind == "prompts" and c.sampler != "vllm_server",
+        lambda c: (
+            f"with algo={c.algo.name}, which runs in one process; with engine=vllm_server it says on how many "
+            "GPUs servers run"
+        ),
+    ),
+    Idle(
+        "algo.critic_warmup_steps algo.value_clip",
+        lambda c: c.algo.critic_lr_factor == 0,
+        "with algo.critic_lr_factor=0.0: the critic is not trained",
+    ),
 )
 
 
@@ -150,7 +317,7 @@ def across_sections(sections: Mapping[str, object] | BaseModel) -> list[str]:
     Args:
         sections: a command's config, or the sections of it that there are.
     """
-    return idle_values(RUNS, _with_facts(sections))
+    return idle_values(RUNS, _case(sections), sections)
 
 
 def without_effect(
@@ -165,16 +332,21 @@ def without_effect(
         absent: features that the task's program never has (`tasks.base.FEATURES`).
         modules: number of modules of the program.
     """
-    extended = _with_facts(config, reward_set=reward_set, absent=absent, modules=modules)
+    case = _case(config, reward_set=reward_set, absent=absent, modules=modules)
     # A key below the rule's (model.lora.r below model.lora) is switched off with it.
     keys = [(rule, f"{key}.", name) for rule in TYPED for key in rule.keys.split() for name in sorted(user_keys)]
-    return [text for rule, key, name in keys if f"{name}.".startswith(key) and (text := rule.problem(extended, name))]
+    return [
+        text for rule, key, name in keys if f"{name}.".startswith(key) and (text := rule.problem(case, config, name))
+    ]
 
 
-def _with_facts(sections: Mapping[str, object] | BaseModel, **facts: object) -> dict[str, object]:
-    """Return the sections and, as `facts`, the other values that rules read."""
+def _case(sections: Mapping[str, object] | BaseModel, **facts: Any) -> Case:
+    """Return what rules judge by."""
+    names = ("train", "model", "hardware", "eval", "run", "algo", "task", "engine")
+    found: dict[str, Any] = {name: value_at(sections, name) for name in names}
+    kind = sections.kind.name if isinstance(sections, RootConfig) else "rl"
     other_path = value_at(sections, "policy") != value_at(sections, "model.path")
-    return {**dict(sections), "facts": {"engine": engine_name(sections), "other_path": other_path, **facts}}
+    return Case(**found, kind=kind, sampler=engine_name(sections), other_path=other_path, **facts)
 
 
 def engine_name(config: Mapping[str, object] | BaseModel) -> str:

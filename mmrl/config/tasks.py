@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, model_validator
 
 from mmrl.config.algo import FACTOR
 from mmrl.config.base import MINI, SPLITS, Idle, Section, Sources, by_name, no_lookalike
-from mmrl.config.endpoint import EndpointConfig
+from mmrl.config.endpoint import EndpointConfig, omitted
 from mmrl.config.retriever import RETRIEVER_SCHEMAS, Bm25Config, RetrieverConfig
 
 
@@ -69,14 +69,14 @@ class JudgeEndpointConfig(EndpointConfig):
     max_tokens: int = Field(2048, ge=1, description="completion limit of a reply, reasoning included")
     temperature: float | None = Field(None, ge=0, description="null: the endpoint's own")
     retries: int = Field(2, ge=0, le=10, description="further requests after a reply that cannot be read")
-    idle: ClassVar[list[Idle]] = [Idle("temperature", "omit~temperature"), Idle("max_tokens", "omit~max_tokens")]
+    idle: ClassVar[list[Idle[Any]]] = [omitted("temperature", "temperature"), omitted("max_tokens", "max_tokens")]
 
 
 class ExternalConfig(EndpointConfig):
     """The untrusted external model of `papillon`."""
 
     temperature: float | None = Field(None, ge=0, description="null: the endpoint's own")
-    idle: ClassVar[list[Idle]] = [Idle("temperature", "omit~temperature")]
+    idle: ClassVar[list[Idle[Any]]] = [omitted("temperature", "temperature")]
 
 
 class JudgeConfig(JudgeEndpointConfig):
@@ -158,9 +158,17 @@ class AgentConfig(OpenQaConfig, CorpusConfig):
     """Settings of agents in one context."""
 
     max_observation: int = Field(500, ge=16, description="what a tool adds to the context is cut to this many tokens")
-    idle: ClassVar[list[Idle]] = [
-        Idle("retriever.dedup", "name=search_agent|search_o1|r1_searcher|tool_agent", ": each search has one query"),
-        Idle("retriever.snippet_words", "name=tool_agent", ": articles are shown whole, up to task.max_observation"),
+    idle: ClassVar[list[Idle[Any]]] = [
+        Idle(
+            "retriever.dedup",
+            lambda task: task.name in ("search_agent", "search_o1", "r1_searcher", "tool_agent"),
+            lambda task: f"with name={task.name}: each search has one query",
+        ),
+        Idle(
+            "retriever.snippet_words",
+            lambda task: task.name == "tool_agent",
+            "with name=tool_agent: articles are shown whole, up to task.max_observation",
+        ),
     ]
 
 
@@ -240,9 +248,17 @@ class HoverConfig(SampleConfig, CorpusConfig, DspyPromptConfig):
     last_top_k: int | None = Field(None, ge=1, description="of the last hop, per query; null: 30, in the mini world 1")
     passages: int = Field(100, ge=1, description="passages returned and scored, at most")
     claim_hops: int | None = Field(3, description="only claims of this many hops; null: all")
-    idle: ClassVar[list[Idle]] = [
-        Idle("retriever.top_k", "name=hover", "; use task.hop_top_k and task.last_top_k"),
-        Idle("retriever.dedup retriever.snippet_words", "name=hover", ", which lists each passage once, in full"),
+    idle: ClassVar[list[Idle[Any]]] = [
+        Idle(
+            "retriever.top_k",
+            lambda task: task.name == "hover",
+            "with name=hover; use task.hop_top_k and task.last_top_k",
+        ),
+        Idle(
+            "retriever.dedup retriever.snippet_words",
+            lambda task: task.name == "hover",
+            "with name=hover, which lists each passage once, in full",
+        ),
     ]
 
 

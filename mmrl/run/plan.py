@@ -61,9 +61,12 @@ class PlanArguments(Section):
     """Arguments of `mmrl plan` beside a config."""
 
     idle: ClassVar = [
-        Idle("lengths", "dry!=0|null", ", which counts them; leave one of the two out"),
-        Idle("run", "lengths!=", "beside lengths=; leave one of the two out"),
-        Idle("run", "dry!=0|null", ", which counts them; leave one of the two out"),
+        Idle("run", lambda given: given.lengths, "beside lengths=; leave one of the two out"),
+        Idle(
+            "lengths run",
+            lambda given: given.dry,
+            lambda given: f"with dry={given.dry}, which counts them; leave one of the two out",
+        ),
     ]
     lengths: str = Field("", description="MODULE:P/C[,...]: tokens of prompt and completion of each module")
     dry: int | None = Field(

@@ -185,10 +185,10 @@ def test_every_rule_has_a_case():
     others |= {"eval.split", "eval.every", "model.lora"}  # below
     others |= {f"engine.{key}" for key in VllmServerConfig.model_fields}  # each tested in test_engine.py
     others |= {f"algo.{key}" for key in ("format_failure_score", "format_failure_best")}
-    others |= {"model.path", "model.name", "model.gradient_checkpointing"}  # above; effects/command.py
+    others |= {"model.path", "model.name", "model.gradient_checkpointing"}  # test_reads.py
     others |= {f"task.data.{split}_items" for split in ("train", "dev", "test")}  # tests/run/test_other_models.py
     others |= {f"run.{key}" for key in ("name", "report_to", "progress", "doctor")}
-    others |= {"hardware.ray"}  # tests/run/test_processes.py, tests/config/effects/command.py
+    others |= {"hardware.ray", "hardware.processes", "hardware.nodes"}  # tests/run/test_processes.py, test_reads.py
     others |= {"task.caught_parse_penalty"}  # below
     others |= {"eval.temperature", "task.max_tokens"}  # test_settings_that_an_endpoint_is_not_sent
     others |= {f"train.{key}" for key in ("packing", "tis", "staleness", "max_failed_share")}

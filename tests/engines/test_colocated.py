@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import threading
 import time
@@ -11,6 +12,7 @@ from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, patch
 
 import pytest
 
@@ -158,6 +160,33 @@ def test_it_stays_awake_on_a_cpu_and_where_it_is_told_to(options: Any, fake: Fak
     engine.sleep()
     assert ("sleep", 1) not in fake.events
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "given"),
+    [
+        ("cuda", {"gpu_memory": 0.8, "sleep": True}, ["--gpu-memory-utilization 0.8", "--enable-sleep-mode"]),
+        ("cuda", {"args": ("--max-num-seqs=4",), "logprobs": "raw"}, ["--max-num-seqs=4", "raw_logprobs"]),
+        ("cuda", {"logprobs": "processed"}, ["--logprobs-mode processed_logprobs"]),
+        ("cpu", {"kv_cache_gb": 3}, ["--enforce-eager", "KV cache 3"]),
+    ],
+)
+def test_vllm_is_started_as_the_section_says(
+    device: str, settings: Any, given: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen: list[str] = []
+    vllm = MagicMock()
+    vllm.EngineArgs.add_cli_args.return_value.parse_args = seen.extend
+    vllm.LLMEngine.from_engine_args.return_value.model_config.max_model_len = 512
+    for name in ("distributed", "engine.arg_utils", "utils.argparse_utils", "v1.engine.llm_engine"):
+        monkeypatch.setitem(sys.modules, f"vllm.{name}", vllm)
+    monkeypatch.setattr("mmrl.engines.vllm.base.vllm_problems", lambda *_: [])
+    monkeypatch.setattr(VllmColocatedEngine, "_check_served", lambda self: None)
+    with patch.dict(os.environ):
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+        build(tmp_path, device=device, **settings).close()
+        words = " ".join([*seen, "KV cache", os.environ.get("VLLM_CPU_KVCACHE_SPACE", "")])
+    assert all(part in words for part in given), words
 
 
 def test_a_program_that_gives_up_frees_its_row(fake: FakeVllm, engine: VllmColocatedEngine) -> None:

@@ -10,9 +10,10 @@ import pytest
 
 from mmrl.cli import main
 from mmrl.config import EngineConfig, ModelConfig
-from mmrl.config.endpoint import EndpointConfig
+from mmrl.config.endpoint import Endpoint, EndpointConfig
+from mmrl.config.engines import OpenAIConfig
 from mmrl.engines.base import Completion, Engine, Request, Sampling
-from mmrl.engines.endpoint_engine import EndpointEngine, Router, with_endpoints
+from mmrl.engines.endpoint_engine import EndpointEngine, Router, with_endpoints, with_model
 from mmrl.errors import ConfigError, EngineFailure
 from mmrl.models.load import load_tokenizer
 from mmrl.report.journal import read_step
@@ -88,6 +89,16 @@ def test_how_a_completion_ends(tokenizer, reply, stop, text, finish, ended):
     assert tokenizer.decode(found.ids, skip_special_tokens=True) == text
     assert found.finish == finish
     assert (found.ids[-1] == tokenizer.eos_token_id) is ended
+
+
+def test_the_engines_endpoint_has_all_its_settings():
+    asked = {"url": "http://h/v1", "key_env": None, "organization": "o", "project": "p", "timeout_s": 1.0}
+    paced = {"attempts": 2, "max_wait_s": 3.0, "concurrency": 4, "requests_per_minute": 5.0, "omit": ("seed",)}
+    sent = {"max_tokens_field": "max_tokens", "extra_body": {"a": 1}, "extra_headers": {"X": "y"}, "reasoning": "cut"}
+    others = {**asked, **paced, **sent, "price_in": 1.0, "price_cached": 2.0, "price_out": 3.0}
+    assert others.keys() == Endpoint.model_fields.keys()
+    found = with_model(OpenAIConfig(endpoint=Endpoint(**others)), "big")
+    assert dict(found) == {**others, "model": "big"}
 
 
 def test_what_no_endpoint_can_do_fails_the_rollout(tokenizer):

@@ -38,7 +38,7 @@ from mmrl.tasks.base import Demonstration
 from mmrl.trainer.adapters import make_adapters
 from mmrl.trainer.settings import Settings
 from mmrl.trainer.trl_trainer import MmrlTrainer
-from tests.config.effects import nested
+from tests.helpers.configs import nested
 from tests.helpers.engines import model
 from tests.helpers.programs import Chain, FakeEngine, FakeTask, filled, seeded_letter
 from tests.models.test_models import make_tokenizer

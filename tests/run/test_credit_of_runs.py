@@ -24,7 +24,7 @@ from mmrl.report.rundir import RunDir
 from mmrl.report.trackers import Trackers
 from mmrl.run.settle import module_assignment
 from mmrl.tasks.base import Score
-from tests.config.effects.training import collector_of
+from tests.helpers.configs import collector_of
 from tests.helpers.programs import FakeEngine, FakeTask
 from tests.helpers.runs import change_config
 

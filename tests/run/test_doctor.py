@@ -14,7 +14,7 @@ from mmrl.report.alarms import alarms
 from mmrl.report.doctor import find
 from mmrl.run.doctor import _doctor_runs
 from mmrl.stages.checkup import examine
-from tests.config.effects.training import collector_of, config_of
+from tests.helpers.configs import collector_of, config_of
 from tests.helpers.programs import Chain, FakeEngine, seeded_letter
 from tests.helpers.runs import command
 
