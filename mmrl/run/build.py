@@ -50,9 +50,7 @@ if TYPE_CHECKING:
 
     from mmrl.config.other_stages import PromptConfig
     from mmrl.models.load import ServedWeights
-    from mmrl.stages.sft import SftStage
     from mmrl.stages.step_log import StepLog
-    from mmrl.stages.weights import WeightStage
     from mmrl.trainer.settings import Settings
     from mmrl.trainer.trl_trainer import MmrlTrainer
 
@@ -232,9 +230,9 @@ def _build_rl(config: TrainCommandConfig, task: Task, log: StepLog) -> Stage[Roo
     assignment = module_assignment(config, task.program.modules)
     initial = config.model.path if assignment.copied else None
     settings = Settings(train=config.train, algo=config.algo, model=config.model, seed=config.seed)
-    trainer, tokenizer, serving = _load_trainer(config, assignment, settings, log, lambda: stage, initial)
+    trainer, tokenizer, serving = _load_trainer(config, assignment, settings, log, initial)
     engines, teachers = _build_engines(config, task, trainer.model, tokenizer, serving, log)
-    stage = WeightStage(
+    return WeightStage(
         config=config,
         task=task,
         engine=engines[0],
@@ -245,10 +243,8 @@ def _build_rl(config: TrainCommandConfig, task: Task, log: StepLog) -> Stage[Roo
         log=log,
         teachers=teachers,
         engines=engines,
-        frozen=assignment.frozen,
-        facts=assignment.describe(),
+        assignment=assignment,
     )
-    return stage
 
 
 def _build_sft(config: SftCommandConfig, task: Task, log: StepLog) -> Stage[RootConfig]:
@@ -257,9 +253,9 @@ def _build_sft(config: SftCommandConfig, task: Task, log: StepLog) -> Stage[Root
 
     assignment = module_assignment(config, task.program.modules)
     settings = Settings.supervised(config.train, config.model, config.seed)
-    trainer, tokenizer, serving = _load_trainer(config, assignment, settings, log, lambda: stage)
+    trainer, tokenizer, serving = _load_trainer(config, assignment, settings, log)
     setup = _setup(config, serving, log.rundir.path)
-    stage = SftStage(
+    return SftStage(
         config=config,
         task=task,
         tokenizer=tokenizer,
@@ -270,7 +266,6 @@ def _build_sft(config: SftCommandConfig, task: Task, log: StepLog) -> Stage[Root
         trainer=trainer,
         assignment=assignment,
     )
-    return stage
 
 
 def _load_trainer(
@@ -278,13 +273,11 @@ def _load_trainer(
     assignment: ModuleAssignment,
     settings: Settings,
     log: StepLog,
-    stage: Callable[[], WeightStage | SftStage],
     initial: str | None = None,
 ) -> tuple[MmrlTrainer, PreTrainedTokenizerBase, ServedWeights]:
     """Load the policy in its trainer, its tokenizer, and what an engine serves it with.
 
     Args:
-        stage: looked up at every step: the stage needs the engine, which needs the trainer's model.
         initial: weights that stay as they start, for frozen modules.
     """
     from mmrl.models.load import load_policy
@@ -298,9 +291,6 @@ def _load_trainer(
         tokenizer,
         settings,
         output_dir=log.rundir.checkpoints,
-        next_batch=lambda step: stage().next_batch(step),
-        on_step_end=lambda step, update: stage().on_step_end(step, update),
-        extra=lambda step: {**assignment.record(), **stage().recorded()},
         adapters=make_adapters(assignment),
     )
     return trainer, tokenizer, serving

@@ -17,7 +17,6 @@ from mmrl.system.files import dumps
 
 if TYPE_CHECKING:
     from mmrl.models.template_facts import TemplateFacts
-    from mmrl.trainer.objective import StepBatch
 
 
 @dataclass(slots=True)
@@ -103,8 +102,6 @@ def _examined(config: TrainCommandConfig) -> Examined:
             tokenizer,
             settings,
             output_dir=Path(folder),
-            next_batch=_no_batch,
-            on_step_end=lambda step, metrics: None,
         )
         setup = EngineSetup(threads=config.hardware.threads, weights=section)
         engine = TransformersEngine(trainer.forwards.policy, tokenizer, config.engine.in_process, setup)
@@ -122,10 +119,6 @@ def _examined(config: TrainCommandConfig) -> Examined:
         **_template(template, tuple(dict.fromkeys([*template.ends, *ends]))),
     }
     return found
-
-
-def _no_batch(step: int) -> StepBatch:
-    raise AssertionError("nothing is trained")
 
 
 def _template(facts: TemplateFacts, ends: tuple[str, ...]) -> dict[str, str]:

@@ -53,7 +53,7 @@ class SftStage(Stage[SftCommandConfig]):
     """Supervised training on given completions; its engine samples the rollouts of `algo.source=rollouts`.
 
     Args:
-        trainer: holds the policy, before and after `improve`; calls `next_batch`, `on_step_end` and `recorded`.
+        trainer: holds the policy, before and after `improve`.
     """
 
     trainer: MmrlTrainer
@@ -93,6 +93,7 @@ class SftStage(Stage[SftCommandConfig]):
         rows = order(self.calls, algo.modules or {}, self.config.seed)
         self.rows = islice(rows, done * self.config.train.batch_size, None)
         with self.log.stop.held():
+            self.trainer.follow(self.next_batch, self.on_step_end, self.recorded)
             self.trainer.train(checkpoint)
         self.log.obey_stop()
 
@@ -106,7 +107,7 @@ class SftStage(Stage[SftCommandConfig]):
 
     def recorded(self) -> Mapping[str, object]:
         """Record of the sequences in a checkpoint."""
-        return {FINGERPRINT: {"data": self.data}}
+        return {**self.assignment.record(), FINGERPRINT: {"data": self.data}}
 
     def describe(self) -> dict[str, str]:
         """Return facts for the summary, once `improve` has begun."""

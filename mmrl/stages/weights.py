@@ -13,6 +13,7 @@ from pathlib import Path
 from mmrl.algorithms import assign_credit, minibatches
 from mmrl.credit.entries import Credit
 from mmrl.engines.base import Engine, total_usage
+from mmrl.models.assignment import ModuleAssignment
 from mmrl.models.policy import checkpoint_step
 from mmrl.records import Forest
 from mmrl.report.journal import JournalWriter, decode_step, encode_step
@@ -33,12 +34,10 @@ AHEAD = "sampled_ahead"
 class WeightStage(Collector):
     """Training of a policy's weights."""
 
-    frozen: Sequence[str] = ()
-    """Modules that are out of the loss, whatever the algorithm says."""
     engines: Sequence[Engine]
     """The one that samples first, then those of teachers."""
-    facts: Mapping[str, str] = field(default_factory=dict)
-    """Weights of each module, for the summary."""
+    assignment: ModuleAssignment
+    """Weights of each module."""
     evaluations: Evaluations = field(init=False)
     journal: JournalWriter = field(default_factory=JournalWriter)
     """Writes what a step sampled while it trains."""
@@ -55,6 +54,7 @@ class WeightStage(Collector):
             mine = [example.id for example in self.log.processes.share(self._examples(forest.step))]
             self.prefetch.put(forest.step, (forest.part(mine), {}))
         with self.log.stop.held():
+            self.trainer.follow(self.next_batch, self.on_step_end, self.recorded)
             self.trainer.train(checkpoint)
         self.log.obey_stop()
 
@@ -67,7 +67,7 @@ class WeightStage(Collector):
         # A part of a batch is none: what one process could not sample is sampled again.
         steps = [step for step in ahead[0] if all(step in batches for batches in ahead)]
         forests = [merge_forests([batches[step][0] for batches in ahead], self._examples(step)) for step in steps]
-        return {AHEAD: [encode_step(forest, ()) for forest in forests]}
+        return {**self.assignment.record(), AHEAD: [encode_step(forest, ()) for forest in forests]}
 
     def next_batch(self, step: int) -> StepBatch:
         """Sample and credit step number `step` (from 1); raises as `Collector.collect`."""
@@ -89,7 +89,7 @@ class WeightStage(Collector):
     def credit(self, forest: Forest, minibatch: Mapping[str, int] | None = None) -> Credit:
         """Compute the advantages and weights of every token of a forest."""
         with self.log.timed("credit"):
-            return assign_credit(forest, self.config.algo, self.config.seed, minibatch, self.frozen)
+            return assign_credit(forest, self.config.algo, self.config.seed, minibatch, self.assignment.frozen)
 
     def on_step_end(self, step: int, update: Mapping[str, float]) -> None:
         """Evaluate when due and write the record of `step`, after its last optimizer step."""
@@ -127,7 +127,7 @@ class WeightStage(Collector):
 
     def describe(self) -> dict[str, str]:
         """Return facts for the summary."""
-        facts = {**self.facts, **self.trainer.facts}
+        facts = {**self.assignment.describe(), **self.trainer.facts}
         facts |= {key: fact for engine in self.engines for key, fact in engine.describe().items()}
         called = modules_in(self.log.rundir.history())
         # Nothing has trained them.

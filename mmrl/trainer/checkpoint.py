@@ -55,13 +55,13 @@ def save(
     train: TrainConfig,
     critic: Critic | None,
     write_state: Callable[[str], None],
-    extra: Callable[[int], Mapping[str, object]],
+    recorded: Callable[[], Mapping[str, object]],
 ) -> None:
     """Write `checkpoint-<step>` into a folder of checkpoints; every process takes part, the main one writes.
 
     Args:
         write_state: writes what the trainer has (weights, optimizer, scheduler, random states) into a folder.
-        extra: given the step, the content of `extra.json`.
+        recorded: the content of `extra.json`.
 
     Raises:
         StorageError: the disk refuses; what was saved before is whole.
@@ -81,7 +81,7 @@ def save(
             shutil.rmtree(temporary / ADAPTER, ignore_errors=True)
             save_file(critic_state, temporary / FILE)
         accelerator.wait_for_everyone()
-        record = extra(step)  # on all processes, which have a part of it each
+        record = recorded()  # on all processes, which have a part of it each
         if main:
             trainer.state.save_to_json(str(temporary / "trainer_state.json"))
             # peft's form of a card, which nobody has filled in; an export has one.

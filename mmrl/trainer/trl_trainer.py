@@ -81,15 +81,15 @@ class UpdateEnd(TrainerCallback):
 class MmrlTrainer(GRPOTrainer):
     """Trainer whose `train()` starts anew, and `train(checkpoint)` from a complete checkpoint of the same config.
 
-    For step 1, 2, … `train.steps`: `next_batch(step)` with the model in evaluation mode, then `algo.epochs` ×
-    `algo.minibatches` optimizer steps, then `on_step_end(step, metrics)`, then a checkpoint where one is due.
+    For step 1, 2, … `train.steps`, by the functions that `follow` takes: `next_batch(step)` with the model in
+    evaluation mode, then `algo.epochs` × `algo.minibatches` optimizer steps, then `on_step_end(step, metrics)`, then a
+    checkpoint where one is due.
 
     Args:
         model: the base model on its device (`mmrl.models.load.load_model`); with `model.lora` it is wrapped in place.
             Its weights at this point are the reference policy.
         settings: the config sections that the trainer reads.
         output_dir: where checkpoints go.
-        extra: given the step, what to store in the checkpoint's `extra.json`.
         adapters: weights per module; None: all modules share one policy.
 
     Raises:
@@ -103,9 +103,6 @@ class MmrlTrainer(GRPOTrainer):
         settings: Settings,
         *,
         output_dir: Path | str,
-        next_batch: Callable[[int], StepBatch],
-        on_step_end: Callable[[int, dict[str, float]], None],
-        extra: Callable[[int], Mapping[str, Any]] | None = None,
         adapters: Adapters | None = None,
     ):
         settings.check()
@@ -113,8 +110,6 @@ class MmrlTrainer(GRPOTrainer):
         self.folder = Path(output_dir)
         self.folder.mkdir(parents=True, exist_ok=True)
         checkpoint.sweep(self.folder)
-        self.next_batch, self.on_step_end = next_batch, on_step_end
-        self.extra = extra or (lambda step: {})
         tries = choose_packing(settings.train.packing, model)
         budget, max_tokens = token_budget(
             settings.train.microbatch_tokens, model, settings.model.gradient_checkpointing
@@ -158,6 +153,21 @@ class MmrlTrainer(GRPOTrainer):
         checked = self.unchecked and not sharding.shares_weights(self.accelerator)
         self.ways = check_at_load(self.forwards, tokenizer) if checked else []
         """Results of the self-check."""
+
+    def follow(
+        self,
+        next_batch: Callable[[int], StepBatch],
+        on_step_end: Callable[[int, dict[str, float]], None] = lambda step, metrics: None,
+        recorded: Callable[[], Mapping[str, object]] = dict,
+    ) -> None:
+        """Train on the steps of a stage.
+
+        Args:
+            next_batch: given the step, what it trains on.
+            on_step_end: given the step and its metrics, after its last optimizer step.
+            recorded: what a checkpoint stores of the stage (`extra.json`); called by every process.
+        """
+        self.next_batch, self.on_step_end, self.recorded_stage = next_batch, on_step_end, recorded
 
     def _prepare_models(self, reference: PreTrainedModel | None) -> None:
         """Prepare policy, critic and reference for training and forwards."""
@@ -388,7 +398,7 @@ class MmrlTrainer(GRPOTrainer):
             train=self.settings.train,
             critic=self.critic,
             write_state=self._write_state,
-            extra=self.extra,
+            recorded=self.recorded_stage,
         )
 
     def _write_state(self, folder: str) -> None:

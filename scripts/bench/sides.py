@@ -176,8 +176,6 @@ class Ours(Side):
             tokenizer(model.config.vocab_size),
             trainer_settings(TrainConfig(lr=0.0, packing=packing, microbatch_tokens=budget), lora),  # type: ignore[arg-type]
             output_dir=folder,
-            next_batch=lambda step: StepBatch(step=step, calls=batch),
-            on_step_end=lambda step, metrics: None,
         )
         self.trainer.create_optimizer_and_scheduler(10**6)
         self.model, self.optimizer = self.trainer.model, self.trainer.optimizer

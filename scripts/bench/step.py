@@ -125,9 +125,8 @@ def our_steps(size: str, prompts: Prompts, threads: int, steps: int) -> list[tup
             words,
             trainer_settings(TrainConfig(lr=0.0, steps=steps, save_every=steps + 1)),
             output_dir=folder,
-            next_batch=next_batch,
-            on_step_end=on_step_end,
         )
+        trainer.follow(next_batch, on_step_end)
         trainer.train()
     return timer.steps
 

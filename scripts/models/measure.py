@@ -30,7 +30,7 @@ from mmrl.errors import EngineFailure, MmrlError
 from mmrl.models.adapter import check_new_adapter
 from mmrl.models.load import NO_CODE, load_model, load_tokenizer, skeleton
 from mmrl.records import Call
-from mmrl.trainer.objective import StepBatch, TrainCall
+from mmrl.trainer.objective import TrainCall
 from mmrl.trainer.settings import Settings
 from mmrl.trainer.trl_trainer import MmrlTrainer
 from scripts.bench.rollout import run_engine
@@ -191,8 +191,6 @@ def trainer(case: Case, lora: LoraConfig | None = None) -> MmrlTrainer:
         load_tokenizer(config),
         settings,
         output_dir=case.folder / "run",
-        next_batch=lambda step: StepBatch(step=step, calls=[]),
-        on_step_end=lambda step, metrics: None,
     )
 
 

@@ -75,10 +75,8 @@ def warm_start(
         tokenizer,
         Settings.supervised(settings.train, ModelConfig(name="tiny", path="tiny"), settings.seed),
         output_dir=output,
-        next_batch=next_batch,
-        on_step_end=lambda step, metrics: None,
-        extra=lambda step: {FINGERPRINT: record},
     )
+    trainer.follow(next_batch, recorded=lambda: {FINGERPRINT: record})
     for callback in callbacks:
         trainer.add_callback(callback)
     trainer.train(start)

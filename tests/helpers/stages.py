@@ -258,9 +258,6 @@ def stage_of(folder, options=(), task=None, engine=None, stopping=None, **more):
         TOKENIZER,
         Settings.supervised(config.train, config.model, config.seed),
         output_dir=rundir.checkpoints,
-        next_batch=lambda step: stage.next_batch(step),
-        on_step_end=lambda step, update: stage.on_step_end(step, update),
-        extra=lambda step: {**assignment.record(), **stage.recorded()},
         adapters=make_adapters(assignment),
     )
     stage = SftStage(

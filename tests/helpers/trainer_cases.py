@@ -178,7 +178,7 @@ def make_trainer(
     algo: dict[str, Any] | AlgoConfig | None = None,
     seed: int = 0,
     resume_from: Path | None = None,
-    extra: Any = None,
+    recorded: Any = dict,
     next_batch: Any = None,
     adapters: Any = None,
     checkpointing: bool = False,
@@ -201,11 +201,12 @@ def make_trainer(
         tiny_tokenizer(),
         settings,
         output_dir=folder,
-        next_batch=next_batch
-        or (lambda step: StepBatch(step=step, calls=chosen(step), minibatches=algo_config.minibatches)),
-        on_step_end=on_step_end or (lambda step, metrics: None),
-        extra=extra,
         adapters=adapters,
+    )
+    trainer.follow(
+        next_batch or (lambda step: StepBatch(step=step, calls=chosen(step), minibatches=algo_config.minibatches)),
+        on_step_end or (lambda step, metrics: None),
+        recorded,
     )
     if resume_from is not None:
         trainer.train = partial(trainer.train, resume_from)

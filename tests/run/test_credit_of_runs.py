@@ -90,7 +90,7 @@ def trained(folder, *options):
     critic = ALGORITHMS[config.algo.name].needs_critic
     stage = collector_of(config, FakeEngine(letters_of))
     stage.task, stage.examples = Turns(Agents()), POOL
-    stage.frozen = module_assignment(config, stage.task.program.modules).frozen
+    stage.assignment = module_assignment(config, stage.task.program.modules)
     with (
         RunDir.create(folder, config.model_dump(mode="json"), ["mmrl", "train"]) as run,
         patch("mmrl.stages.collect.annotate", lambda forwards, forest: with_numbers(forest, critic)),

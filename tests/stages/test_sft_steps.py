@@ -36,8 +36,10 @@ def train(folder, calls, steps=1, size=7, model=None, lora=None, checkpointing=F
         TOKENIZER,
         Settings.supervised(TrainConfig(steps=steps, lr=1e-3, **options), section, 0),
         output_dir=folder,
-        next_batch=lambda step: step_batch(step, [calls[row] for row in islice(rows, size)]),
-        on_step_end=lambda step, metrics: seen.append(metrics),
+    )
+    trainer.follow(
+        lambda step: step_batch(step, [calls[row] for row in islice(rows, size)]),
+        lambda step, metrics: seen.append(metrics),
     )
     trainer.train()
     return trainer, seen

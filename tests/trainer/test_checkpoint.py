@@ -124,9 +124,13 @@ def test_a_resumed_run_is_bit_equal(lora: LoraConfig | None, tmp_path: Path) -> 
 
 def test_saves_when_due_and_at_the_end_and_keeps_the_newest(tmp_path: Path) -> None:
     extras: list[int] = []
-    make_trainer(
-        tmp_path, steps=5, save_every=2, keep=2, extra=lambda step: extras.append(step) or {"step": step}
-    ).train()
+
+    def recorded() -> dict[str, int]:
+        extras.append(trainer.steps_done)
+        return {"step": trainer.steps_done}
+
+    trainer = make_trainer(tmp_path, steps=5, save_every=2, keep=2, recorded=recorded)
+    trainer.train()
     assert extras == [2, 4, 5]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-4", "checkpoint-5"]
     assert read_extra(tmp_path / "checkpoint-5") == {"step": 5}
