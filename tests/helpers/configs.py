@@ -10,6 +10,7 @@ from unittest.mock import MagicMock
 
 from mmrl.cli.hydra import composed
 from mmrl.config import EvalCommandConfig, RootConfig, TrainCommandConfig, validate
+from mmrl.models.assignment import ModuleAssignment
 from mmrl.rollout.environment import sampling_settings
 from mmrl.stages.step_log import StepLog
 from mmrl.stages.weights import WeightStage
@@ -66,4 +67,5 @@ def collector_of(config: Any, engine: FakeEngine) -> WeightStage:
     task = FakeTask(Chain(("a",)))
     sampling: Any = {"task": task, "examples": task.examples("train"), "reward_set": "outcome"}
     engines: Any = {"engine": engine, "engines": [engine], "tokenizer": MagicMock(), "trainer": MagicMock()}
-    return OfFakes(config=config, log=log, **sampling, **engines)
+    assignment = ModuleAssignment(model=config.model, algo=config.algo, modules=tuple(task.program.modules))
+    return OfFakes(config=config, log=log, assignment=assignment, **sampling, **engines)
