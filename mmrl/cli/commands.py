@@ -42,9 +42,11 @@ app = typer.Typer(
 
 def _version(wanted: bool) -> None:
     if wanted:
+        from mmrl import __version__
         from mmrl.report.machine import versions_and_devices
+        from mmrl.report.text import align
 
-        print(versions_and_devices())
+        print(f"mmrl {__version__}\n{align(versions_and_devices())}")
         raise typer.Exit
 
 

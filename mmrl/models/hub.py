@@ -9,7 +9,8 @@ import re
 from functools import lru_cache
 from pathlib import Path
 
-from mmrl.config.base import FETCHED, SHIPPED
+from mmrl.config.base import SHIPPED
+from mmrl.models.policy import from_index, gone_problems
 from mmrl.system.files import user_path
 from mmrl.system.http_client import HttpClient, HttpFailure
 
@@ -34,19 +35,6 @@ def hub_answers() -> bool:
     finally:
         client.close()
     return True
-
-
-def from_index(model: str) -> str:
-    """Return how a model of `FETCHED`, a name or a hub id, is had without the hub, in words; empty for any other."""
-    name = next((name for name, hub in FETCHED.items() if model in (name, hub)), None)
-    return "" if name is None else f"; in a clone of mmrl, python -m scripts.fetch_model {name} FOLDER makes its folder"
-
-
-def gone_problems(key: str, model: str) -> list[str]:
-    """Return the refusal of a name that `mmrl fetch` gave to a model; deleted with `mmrl.cli.gone`."""
-    if model not in FETCHED or user_path(model).is_dir():
-        return []
-    return [f"{key}: got '{model}', which was a model of mmrl fetch, expected a folder or hub id{from_index(model)}"]
 
 
 def encoder_problems(key: str, model: str) -> list[str]:

@@ -18,8 +18,8 @@ from mmrl.errors import ConfigError, nearest, reason_of, refuse
 from mmrl.errors import located as in_front
 from mmrl.models.adapter import with_adapters
 from mmrl.models.headers import saved_weights
-from mmrl.models.hub import from_index, gone_problems, hub_answers
-from mmrl.models.policy import Policy
+from mmrl.models.hub import hub_answers
+from mmrl.models.policy import Policy, from_index, gone_problems
 from mmrl.models.prepare import (
     choose_attention,
     computed_back,

@@ -15,12 +15,11 @@ from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ValidationError
 
-from mmrl.config.base import SHIPPED, reasons, value_at
+from mmrl.config.base import FETCHED, SHIPPED, reasons, value_at
 from mmrl.config.other_stages import PROMPT_SCHEMAS
 from mmrl.config.validate import revealed
 from mmrl.errors import ConfigError, refuse
-from mmrl.models.hub import from_index, gone_problems
-from mmrl.system.files import atomic_write, differences, digests, read_yaml, similar
+from mmrl.system.files import atomic_write, differences, digests, read_yaml, similar, user_path
 
 POLICY = "policy.json"
 """File of a run without checkpoints that describes its policy, once it has one (`write_policy`)."""
@@ -34,6 +33,19 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 TRAINED, INITIAL = "trained", "initial"
 """Names of the two sets of weights where frozen modules act with the initial ones (`algo.frozen_serving`)."""
+
+
+def from_index(model: str) -> str:
+    """Return how a model of `FETCHED`, a name or a hub id, is had without the hub, in words; empty for any other."""
+    name = next((name for name, hub in FETCHED.items() if model in (name, hub)), None)
+    return "" if name is None else f"; in a clone of mmrl, python -m scripts.fetch_model {name} FOLDER makes its folder"
+
+
+def gone_problems(key: str, model: str) -> list[str]:
+    """Return the refusal of a name that `mmrl fetch` gave to a model; deleted with `mmrl.cli.gone`."""
+    if model not in FETCHED or user_path(model).is_dir():
+        return []
+    return [f"{key}: got '{model}', which was a model of mmrl fetch, expected a folder or hub id{from_index(model)}"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,6 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from mmrl import __version__
-from mmrl.report.text import align
 from mmrl.system.files import JsonObject
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TOKENIZERS_PARALLELISM")
@@ -92,8 +90,8 @@ def _version(package: str) -> str | None:
         return None
 
 
-def versions_and_devices() -> str:
-    """Return what `mmrl --version` prints: versions of mmrl, Python and the packages that it uses, and the devices."""
+def versions_and_devices() -> list[tuple[str, str]]:
+    """Return the rows of `mmrl --version`: Python, the packages that mmrl uses, and the devices."""
     rows = [("python", platform.python_version()), *(pair for pair in versions().items() if pair[0] != "mmrl")]
     try:
         import torch
@@ -106,7 +104,7 @@ def versions_and_devices() -> str:
     except Exception as error:
         rows.append(("torch cannot be used", f"{type(error).__name__}: {error}"))
     rows.append(("CPU", f"{cpu_name()}, {usable_cores()} usable cores"))
-    return f"mmrl {__version__}\n{align(rows)}"
+    return rows
 
 
 def usable_cores() -> int | None:

@@ -27,8 +27,7 @@ from mmrl.config.base import value_at
 from mmrl.config.rules import across_sections, engine_name, without_effect
 from mmrl.engines.endpoint_engine import unreachable, with_model
 from mmrl.errors import ConfigError, gathered, refuse, unknown
-from mmrl.models.hub import gone_problems
-from mmrl.models.policy import Policy, resolve
+from mmrl.models.policy import Policy, gone_problems, resolve
 from mmrl.report.rundir import refuse_full
 from mmrl.report.trackers import missing_trackers
 from mmrl.run.build import build_task, reward_set, separate_teachers, teacher_policy, teacher_prompts
