@@ -36,10 +36,10 @@ from mmrl.cli.overrides import hydra_value
 from mmrl.config import EvalCommandConfig, RootConfig, StageConfig, StartConfig
 from mmrl.config.base import SHIPPED, iter_leaves, value_at
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, continue_with, gathered, refuse, storage
-from mmrl.models.policy import prompts_of
-from mmrl.report.rundir import RunDir, is_run, refuse_full
 from mmrl.rollout.dspy.policy_lm import PolicyLM, ServedPolicy
 from mmrl.secrets import HidingStream, add_environment
+from mmrl.store.policy import prompts_of
+from mmrl.store.rundir import RunDir, is_run, refuse_full
 from mmrl.system.conf import GROUPS, options
 from mmrl.system.objects import is_given, put, readable
 from mmrl.tasks.dspy.base import set_prompts

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mmrl.report.rundir import RunDir
+from mmrl.store.rundir import RunDir
 from mmrl.system.files import digest, read_jsonl
 
 FOLDER = Path(__file__).parents[1] / "docs" / "evidence"

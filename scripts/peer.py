@@ -28,7 +28,6 @@ from mmrl.config import TrainCommandConfig
 from mmrl.engines.base import Completion, Engine, Request
 from mmrl.engines.embedded.batch_rows import eos_ids
 from mmrl.models.load import load_policy
-from mmrl.models.policy import Policy
 from mmrl.records import Example
 from mmrl.rollout.environment import make_environment, sampling_settings
 from mmrl.rollout.plans import independent
@@ -36,6 +35,7 @@ from mmrl.rollout.sample import sample
 from mmrl.run.build import build_task, reward_set
 from mmrl.run.settle import settle
 from mmrl.stages.collect import batch_of
+from mmrl.store.policy import Policy
 from mmrl.trainer.settings import Settings
 
 TAKEN = {

@@ -43,8 +43,8 @@ app = typer.Typer(
 def _version(wanted: bool) -> None:
     if wanted:
         from mmrl import __version__
-        from mmrl.report.machine import versions_and_devices
         from mmrl.report.text import align
+        from mmrl.store.machine import versions_and_devices
 
         print(f"mmrl {__version__}\n{align(versions_and_devices())}")
         raise typer.Exit
@@ -182,9 +182,9 @@ def show(context: typer.Context, as_json: JsonFlag = False) -> None:
     if as_json:
         if arguments.step is None or arguments.example is not None:
             raise ConfigError("--json: writes the rollouts of one step; give step=N, and no example")
-        from mmrl.report.forest import dump_forest
-        from mmrl.report.journal import read_step
-        from mmrl.report.rundir import RunDir
+        from mmrl.store.forest import dump_forest
+        from mmrl.store.journal import read_step
+        from mmrl.store.rundir import RunDir
         from mmrl.system.files import dumps
 
         print(dumps(dump_forest(read_step(RunDir.read(path), arguments.step)[0])))
@@ -270,7 +270,7 @@ def credit(context: typer.Context, as_json: JsonFlag = False) -> int:
       mmrl credit run=outputs/hotpotqa/mhgpo_rr/RUN step=40 algo=mhgpo_rr,grpo --json
     """
     from mmrl.cli.hydra import credit_request
-    from mmrl.run.credit import credit_command
+    from mmrl.commands.credit import credit_command
 
     return credit_command(credit_request(context.args), as_json)
 
@@ -295,8 +295,8 @@ def export(context: typer.Context) -> None:
       mmrl export outputs/dspy/mmgrpo/RUN out=exported/agent
     """
     from mmrl.cli.arguments import read_arguments
-    from mmrl.run.export import ExportArguments
-    from mmrl.run.export import export as write
+    from mmrl.commands.export import ExportArguments
+    from mmrl.commands.export import export as write
 
     write(read_arguments("mmrl export", ExportArguments, context.args, name="run_dir"))
 
@@ -321,7 +321,7 @@ def serve(context: typer.Context) -> None:
       mmrl serve policy=RUN host=0.0.0.0 token_env=SERVE_TOKEN engine=vllm_server
     """
     from mmrl.cli import configs, overrides
-    from mmrl.run.serve import ServeArguments, serve_policy
+    from mmrl.commands.serve import ServeArguments, serve_policy
 
     line = overrides.read_line(context.args, command_keys=tuple(ServeArguments.model_fields), single="mmrl serve")
     arguments = line.section(ServeArguments)
@@ -367,7 +367,7 @@ def plan(context: typer.Context, as_json: JsonFlag = False) -> None:
       mmrl plan model=llama31_8b_instruct device=h100 lengths=rewriter:300/40
     """
     from mmrl.cli import configs, overrides
-    from mmrl.run.plan import PlanArguments, planned
+    from mmrl.commands.plan import PlanArguments, planned
 
     line = overrides.read_line(context.args, command_keys=("from", *PlanArguments.model_fields), single="mmrl plan")
     (config,) = configs.train_configs(line)
@@ -404,13 +404,13 @@ def doctor(context: typer.Context, as_json: JsonFlag = False) -> int:
     check_all([config.in_folder(None)], line.keys)
     keys = {key.partition(".")[0] for key in (*line.keys, *line.command_keys)}
     if keys and keys <= {"model", "engine", "hardware"}:
-        from mmrl.run.model_doctor import examine_model
+        from mmrl.commands.model_doctor import examine_model
 
         examine_model(cast("TrainCommandConfig", config), as_json=as_json)
         return 0
     # only now: it loads what draws and counts, and a typing mistake need not wait
-    from mmrl.run.doctor import DoctorArguments
-    from mmrl.run.doctor import doctor as examine
+    from mmrl.commands.doctor import DoctorArguments
+    from mmrl.commands.doctor import doctor as examine
 
     examples = line.section(DoctorArguments).examples
     return examine(cast("TrainCommandConfig", config), examples, as_json=as_json)
@@ -446,7 +446,7 @@ def serve_retriever(context: typer.Context) -> None:
     from mmrl.config.retriever import ServeIndexArguments
 
     arguments = read_arguments("mmrl serve-retriever", ServeIndexArguments, context.args)
-    from mmrl.run.index import serve
+    from mmrl.commands.index import serve
 
     serve(arguments)
 

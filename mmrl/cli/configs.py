@@ -117,9 +117,9 @@ def _from_run(line: CommandLine) -> CommandLine:
     """Return the words of a run with `from=RUN`; model, task and plugins are that run's unless typed."""
     if "from" not in line.command_keys:
         return line
-    from mmrl.report.rundir import RunDir
     from mmrl.run.settle import announce_code, packages_of
     from mmrl.run.start import sections_of
+    from mmrl.store.rundir import RunDir
 
     run = Path(line.command_keys["from"])
     stored, plugins = sections_of(run), packages_of(RunDir.read(run).config)

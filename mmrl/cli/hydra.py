@@ -26,10 +26,10 @@ from omegaconf.resolvers import oc
 
 from mmrl.cli.arguments import CommandLine, CreditArguments
 from mmrl.cli.overrides import expand, force_override, parse, policy_words, read_line, value_text
+from mmrl.commands.credit import CreditRequest
 from mmrl.config import AlgoConfig, TrainCommandConfig
 from mmrl.config.validate import algo_section, as_tuples
 from mmrl.errors import ConfigError, gathered, refuse
-from mmrl.run.credit import CreditRequest
 from mmrl.secrets import environment_value
 from mmrl.system.conf import conf_dir, user_dirs
 

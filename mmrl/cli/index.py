@@ -36,6 +36,6 @@ def index_build(context: typer.Context) -> None:
     from mmrl.config.retriever import build_schema
 
     arguments = read_arguments("mmrl index build", build_schema(context.args), context.args)
-    from mmrl.run.index import build
+    from mmrl.commands.index import build
 
     build(arguments)

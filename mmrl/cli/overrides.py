@@ -21,7 +21,7 @@ from mmrl.cli.arguments import CommandLine, find_repeated, sort_words
 from mmrl.config.base import in_quotes, value_at
 from mmrl.config.validate import meant_keys
 from mmrl.errors import ConfigError, refuse, unknown
-from mmrl.models.policy import model_of, prompts_of
+from mmrl.store.policy import model_of, prompts_of
 from mmrl.system.conf import GROUPS, options
 
 

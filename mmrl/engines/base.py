@@ -81,7 +81,7 @@ class EngineSetup:
     adapters: Mapping[str, str] | None = None
     """Module name -> adapter name, where modules have weights of their own."""
     initial: nn.Module | None = None
-    """A model, never trained, for the modules whose name in `adapters` is `mmrl.models.policy.INITIAL`."""
+    """A model, never trained, for the modules whose name in `adapters` is `mmrl.store.policy.INITIAL`."""
     weights: ModelConfig | None = None
     """Model that a server loads before any push."""
     folders: Mapping[str, str] = field(default_factory=dict)

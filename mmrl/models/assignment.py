@@ -14,7 +14,7 @@ from functools import cached_property
 from mmrl.config import AlgoConfig, ModelConfig, ModuleWeights
 from mmrl.config.other_stages import SftConfig
 from mmrl.errors import unknown
-from mmrl.models.policy import INITIAL, TRAINED, describe_weights
+from mmrl.store.policy import INITIAL, TRAINED, describe_weights
 
 RESERVED = ("default", "critic")
 """Adapter names with a meaning of their own: the shared policy's (peft) and the critic's."""

@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from mmrl.config.base import SHIPPED
-from mmrl.models.policy import from_index, gone_problems
+from mmrl.store.policy import from_index, gone_problems
 from mmrl.system.files import user_path
 from mmrl.system.http_client import HttpClient, HttpFailure
 

@@ -19,7 +19,6 @@ from mmrl.errors import located as in_front
 from mmrl.models.adapter import with_adapters
 from mmrl.models.headers import saved_weights
 from mmrl.models.hub import hub_answers
-from mmrl.models.policy import Policy, from_index, gone_problems
 from mmrl.models.prepare import (
     choose_attention,
     computed_back,
@@ -29,6 +28,7 @@ from mmrl.models.prepare import (
     switch_noise_off,
 )
 from mmrl.models.report import judge, quantised, quiet, saved_inside, without_wrapper
+from mmrl.store.policy import Policy, from_index, gone_problems
 from mmrl.system.files import user_path
 
 if TYPE_CHECKING:

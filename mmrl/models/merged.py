@@ -15,7 +15,8 @@ from filelock import FileLock
 from mmrl.config import ModelConfig
 from mmrl.config.base import value_at
 from mmrl.errors import ConfigError
-from mmrl.models.policy import (
+from mmrl.models.save import write_merged, write_tokenizer
+from mmrl.store.policy import (
     MARKER,
     MERGED,
     Policy,
@@ -27,7 +28,6 @@ from mmrl.models.policy import (
     source_of,
     write_marker,
 )
-from mmrl.models.save import write_merged, write_tokenizer
 from mmrl.system.files import atomic_dir
 
 

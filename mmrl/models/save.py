@@ -16,8 +16,8 @@ from mmrl.config.base import SHIPPED
 from mmrl.errors import CheckpointError
 from mmrl.models.chat import render_prompt, template_of
 from mmrl.models.load import NO_CODE, load_configs, load_policy, load_tokenizer, model_path
-from mmrl.models.policy import Policy
 from mmrl.models.template import SYSTEM_MERGED
+from mmrl.store.policy import Policy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

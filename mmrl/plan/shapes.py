@@ -8,8 +8,8 @@ from pathlib import Path
 from mmrl.config.schema import ALL_LINEAR, ModelConfig
 from mmrl.errors import ConfigError, refuse
 from mmrl.models.load import model_path
-from mmrl.models.policy import gone_problems
-from mmrl.report.rundir import read_object
+from mmrl.store.policy import gone_problems
+from mmrl.store.rundir import read_object
 
 
 @dataclass(frozen=True, slots=True)

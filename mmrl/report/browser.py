@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from mmrl.errors import MmrlError
 from mmrl.records import Forest
-from mmrl.report.journal import read_step
 from mmrl.report.overview import Item, Overview
 from mmrl.report.stats import number, short
 from mmrl.report.text import clean
@@ -31,6 +30,7 @@ from mmrl.report.trees import (
     visible,
 )
 from mmrl.secrets import hide
+from mmrl.store.journal import read_step
 from mmrl.system.files import JsonObject
 
 if TYPE_CHECKING:

@@ -19,9 +19,7 @@ from mmrl.errors import MODEL_CAUSED, failed_how, without_codes
 from mmrl.report.alarms import Alarm
 from mmrl.report.html import try_report
 from mmrl.report.items import evaluation_text, example_key, example_text, run_facts, step_text
-from mmrl.report.journal import read_step
 from mmrl.report.overview import Item, Overview, damage_named
-from mmrl.report.rundir import RunDir
 from mmrl.report.stats import (
     compare_items,
     counted,
@@ -34,6 +32,8 @@ from mmrl.report.stats import (
 from mmrl.report.tables import before_after_table, facts_table, module_rows
 from mmrl.report.text import align
 from mmrl.report.trials import prompts_text
+from mmrl.store.journal import read_step
+from mmrl.store.rundir import RunDir
 
 MODULE_FACTS: tuple[str, ...] = ("calls", "reward", "penalty", "format_rate", "length", "entropy", "surprise", "kl")
 MODULE_FACTS += ("clip_share", "loss", "token_accuracy")

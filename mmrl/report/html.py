@@ -24,13 +24,13 @@ from mmrl.report import browser
 from mmrl.report.charts import DARK_CSS, evaluation_curve, lines_over_steps, reward_curve
 from mmrl.report.items import item_rows, run_facts, score_rows
 from mmrl.report.overview import Overview, damage_named
-from mmrl.report.rundir import RunDir
 from mmrl.report.stats import ROUNDING, History, duration, fixed, learning, module_facts, series, signed
 from mmrl.report.tables import before_after_rows, interval, module_rows
 from mmrl.report.text import clean
 from mmrl.report.trees import read_tokenizer
 from mmrl.report.trials import prompts_text
 from mmrl.secrets import hide
+from mmrl.store.rundir import RunDir
 from mmrl.system.files import atomic_write
 from mmrl.system.objects import readable
 

@@ -13,13 +13,13 @@ from statistics import fmean
 
 from mmrl.errors import MODEL_CAUSED, CheckpointError, ConfigError, unknown
 from mmrl.records import Forest
-from mmrl.report.journal import read_step
 from mmrl.report.overview import Item, Overview
-from mmrl.report.rundir import RunDir
 from mmrl.report.stats import FIRST, duration, number, short
 from mmrl.report.tables import Rows, facts_table, with_interval
 from mmrl.report.text import align, clean, filled
 from mmrl.report.trees import input_lines, render_example, shorten_prediction
+from mmrl.store.journal import read_step
+from mmrl.store.rundir import RunDir
 
 WORST = 10
 """Items that an overview lists."""

@@ -16,7 +16,6 @@ from typing import Any, TypeAlias
 from mmrl.config.base import SHIPPED, value_at
 from mmrl.errors import CheckpointError, DataError, MmrlError, refuse
 from mmrl.report.alarms import Alarm, alarms
-from mmrl.report.rundir import RunDir, is_run, step_of
 from mmrl.report.stats import (
     FIRST,
     WINDOW,
@@ -32,6 +31,7 @@ from mmrl.report.stats import (
 )
 from mmrl.report.tables import Rows, with_interval
 from mmrl.report.trials import trial_alarms
+from mmrl.store.rundir import RunDir, is_run, step_of
 from mmrl.system.files import JsonObject, read_jsonl
 from mmrl.system.objects import readable
 

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from mmrl.config import RunConfig
 from mmrl.errors import ConfigError, refuse
-from mmrl.report.rundir import RunDir
 from mmrl.report.stats import number, short
 from mmrl.report.text import clean
 from mmrl.report.trees import abridged
 from mmrl.secrets import add_secret, hide, secret_name
+from mmrl.store.rundir import RunDir
 from mmrl.system.files import dumps, plain
 
 if TYPE_CHECKING:

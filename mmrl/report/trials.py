@@ -11,8 +11,8 @@ from typing import Any
 
 from mmrl.report.advice import ADVICE
 from mmrl.report.alarms import Alarm
-from mmrl.report.rundir import read_object
 from mmrl.report.text import align, clean
+from mmrl.store.rundir import read_object
 from mmrl.system.files import JsonObject, read_jsonl
 
 FOLDER = "prompts"

@@ -32,13 +32,13 @@ from mmrl.engines import EngineSetup, build_engine, engine_class, needs_model
 from mmrl.engines.base import Engine
 from mmrl.errors import ConfigError, unknown
 from mmrl.models.assignment import ModuleAssignment
-from mmrl.models.policy import Policy, resolve
 from mmrl.records import Example
 from mmrl.rollout import with_program
 from mmrl.rollout.teachers import LoadedTeacher
 from mmrl.run.settle import WeightRunConfig, module_assignment
 from mmrl.stages import Stage
 from mmrl.stages.prompts.split import split
+from mmrl.store.policy import Policy, resolve
 from mmrl.system.ray_cluster import server_resources
 from mmrl.tasks import TASKS
 from mmrl.tasks.base import Task

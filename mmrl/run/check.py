@@ -27,13 +27,13 @@ from mmrl.config.base import value_at
 from mmrl.config.rules import across_sections, engine_name, without_effect
 from mmrl.engines.endpoint_engine import unreachable, with_model
 from mmrl.errors import ConfigError, gathered, refuse, unknown
-from mmrl.models.policy import Policy, gone_problems, resolve
-from mmrl.report.rundir import refuse_full
 from mmrl.report.trackers import missing_trackers
 from mmrl.run.build import build_task, reward_set, separate_teachers, teacher_policy, teacher_prompts
 from mmrl.run.launch import hardware_problems, missing_packages, replica_problems
 from mmrl.run.settle import module_assignment
 from mmrl.stages.information_gain import gold_problems
+from mmrl.store.policy import Policy, gone_problems, resolve
+from mmrl.store.rundir import refuse_full
 from mmrl.system.conf import GROUPS, set_by
 from mmrl.system.objects import imported
 from mmrl.tasks.base import Canonical, Task, continuing_modules

@@ -12,11 +12,8 @@ from mmrl.engines import needs_model
 from mmrl.engines.base import total_usage
 from mmrl.errors import CheckpointError, StorageError, TooManyFailures, continue_with, failed_how, located, storage
 from mmrl.models.merged import require_undamaged
-from mmrl.models.policy import Policy, describe_weights, is_shipped, other_task
 from mmrl.records import Example, Forest
 from mmrl.report.console import show_run
-from mmrl.report.journal import read_step, write_step
-from mmrl.report.rundir import RunDir
 from mmrl.run.build import build_task, check_policy, evaluated, evaluation_devices, fixed_engine, reward_set
 from mmrl.run.check import check_all, served
 from mmrl.run.launch import released
@@ -31,6 +28,9 @@ from mmrl.stages.evaluate import (
     too_many_failed,
     without_scores,
 )
+from mmrl.store.journal import read_step, write_step
+from mmrl.store.policy import Policy, describe_weights, is_shipped, other_task
+from mmrl.store.rundir import RunDir
 from mmrl.system.files import JsonObject
 from mmrl.system.stop import stoppable
 from mmrl.tasks.base import Task

@@ -26,8 +26,8 @@ from typing import IO, Any
 
 from mmrl.config import HardwareConfig
 from mmrl.errors import ENDED, ProcessLost
-from mmrl.report.rundir import RunDir
 from mmrl.run.launch import GRACE_S, JOB, environment, forward_signals
+from mmrl.store.rundir import RunDir
 from mmrl.system.child_process import end_with_parent, free_port
 from mmrl.system.files import JsonObject
 from mmrl.system.ray_cluster import process_resources

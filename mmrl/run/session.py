@@ -29,17 +29,17 @@ from mmrl.config import (
     validate_stored,
 )
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, ProcessLost, continue_with, located, storage
-from mmrl.models.policy import every_checkpoint
-from mmrl.report.journal import read_step
-from mmrl.report.rundir import RunDir
 from mmrl.run.build import build_stage, build_task, check_model, evaluated, steps_of
 from mmrl.run.check import check_all
-from mmrl.run.doctor import check_before_training
+from mmrl.run.checkup import check_before_training
 from mmrl.run.launch import must_start, released, start, wrapping
 from mmrl.run.ray_launch import start_on_ray
 from mmrl.run.settle import import_plugins, refuse_edits, run_folder, settle, stored_config
 from mmrl.run.start import config_of_resumed, keep_start, started
 from mmrl.stages import Stage
+from mmrl.store.journal import read_step
+from mmrl.store.policy import every_checkpoint
+from mmrl.store.rundir import RunDir
 from mmrl.system import ray_cluster
 from mmrl.system.files import JsonObject, plain, read_jsonl
 from mmrl.system.memo import read_replies

@@ -25,8 +25,8 @@ from mmrl.config.base import flattened, value_at
 from mmrl.config.validate import CHOICES
 from mmrl.errors import CheckpointError, ConfigError, located
 from mmrl.models.assignment import ModuleAssignment
-from mmrl.models.policy import prompts_of
-from mmrl.report.rundir import RunDir
+from mmrl.store.policy import prompts_of
+from mmrl.store.rundir import RunDir
 from mmrl.system.files import plain
 from mmrl.system.objects import OBJECT, import_module, is_given
 

@@ -13,9 +13,9 @@ from mmrl.config.base import value_at
 from mmrl.config.validate import as_tuples, revealed
 from mmrl.errors import CheckpointError, ConfigError
 from mmrl.models.merged import merged, require_undamaged
-from mmrl.models.policy import MARKER, Policy, is_complete, kept_mark, prompts_of, resolve, run_config, source_of
-from mmrl.report.rundir import RunDir
 from mmrl.run.settle import announce_code, import_plugins, packages_of
+from mmrl.store.policy import MARKER, Policy, is_complete, kept_mark, prompts_of, resolve, run_config, source_of
+from mmrl.store.rundir import RunDir
 from mmrl.system.files import JsonObject, digest
 from mmrl.tasks.prompts import prompts_file
 

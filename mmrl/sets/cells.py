@@ -20,11 +20,11 @@ import pandas
 
 from mmrl.errors import MmrlError
 from mmrl.report.overview import Item, Overview
-from mmrl.report.rundir import RunDir
 from mmrl.report.stats import Difference, paired_difference, series, stratified_interval
 from mmrl.sets.queue import Run, SetRun
 from mmrl.sets.settings import VARYING, differing, seeds_text, settings_text
 from mmrl.sets.spec import SetSpec
+from mmrl.store.rundir import RunDir
 
 LEAST_ITEMS, LEAST_SEEDS, LEAST_GAIN = 200, 3, 0.05
 """"Learns" asks for: evaluated items, seeds (all of them), after - before."""

@@ -223,7 +223,7 @@ def _run(
     print(plan.opening(missing), flush=True)
     first = [runs[0] for runs in by_cell(missing).values()]
     if through:
-        from mmrl.run.plan import problems_elsewhere
+        from mmrl.commands.plan import problems_elsewhere
 
         # The data and devices of another machine are checked there, when each run starts.
         refuse(dict.fromkeys([problem for run in first for problem in problems_elsewhere(run.config)]))

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from mmrl.config.base import literal
 from mmrl.report.overview import Overview
-from mmrl.report.rundir import RunDir
 from mmrl.sets.cells import SetResult
 from mmrl.sets.plan import main_metrics
 from mmrl.sets.queue import Run
 from mmrl.sets.settings import NOT_VARIANTS, STARTED, settings_of
 from mmrl.sets.spec import Column, Row, SetSpec
+from mmrl.store.rundir import RunDir
 
 
 def found_set(name: str, paths: Sequence[Path], shows: str = "runs side by side") -> SetResult:

@@ -21,9 +21,9 @@ from typing import Literal, Self
 from mmrl.config import EvalCommandConfig, StageConfig
 from mmrl.config.base import path_override, value_at
 from mmrl.errors import ConfigError
-from mmrl.report.rundir import RunDir, holds_only_leftovers, is_run
 from mmrl.report.stats import duration
 from mmrl.sets.spec import Command
+from mmrl.store.rundir import RunDir, holds_only_leftovers, is_run
 from mmrl.system.child_process import end_with_parent
 
 MMRL = [sys.executable, "-m", "mmrl"]

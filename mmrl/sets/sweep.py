@@ -12,7 +12,6 @@ from uuid import uuid4
 
 from mmrl.config import RootConfig, StageConfig
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, gathered, print_error, refuse
-from mmrl.report.rundir import RunDir
 from mmrl.report.stats import number
 from mmrl.report.text import align
 from mmrl.run.check import check_all
@@ -21,6 +20,7 @@ from mmrl.run.settle import config_changes, run_folder
 from mmrl.sets.found import found_set
 from mmrl.sets.page import learning_part
 from mmrl.sets.queue import State, day_of, state_of
+from mmrl.store.rundir import RunDir
 from mmrl.system.files import JsonObject
 from mmrl.system.processes import launched
 

@@ -25,9 +25,7 @@ from mmrl.credit.entries import Entry
 from mmrl.errors import CheckpointError, ConfigError, DataError
 from mmrl.models.assignment import ModuleAssignment
 from mmrl.models.chat import encode_text, end_of_turn, render_observation, render_prompt
-from mmrl.models.policy import checkpoint_step
 from mmrl.records import Call, Example, Forest
-from mmrl.report.journal import read_step, write_step
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
 from mmrl.stages import Stage
@@ -35,6 +33,8 @@ from mmrl.stages.collect import check_failures
 from mmrl.stages.evaluate import Evaluations, chunks
 from mmrl.stages.sft_data import best_rollouts, read_examples
 from mmrl.stages.step_metrics import rollout_metrics
+from mmrl.store.journal import read_step, write_step
+from mmrl.store.policy import checkpoint_step
 from mmrl.tasks.base import Demonstration
 from mmrl.trainer.checkpoint import saved_extra
 from mmrl.trainer.objective import StepBatch, TrainCall

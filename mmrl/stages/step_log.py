@@ -18,12 +18,12 @@ from mmrl.errors import OWN_CODE, Stopped
 from mmrl.records import Example, Forest
 from mmrl.report.advice import ADVICE, FAILURES
 from mmrl.report.html import try_report
-from mmrl.report.journal import JournalWriter
 from mmrl.report.overview import Overview
 from mmrl.report.progress import Progress
-from mmrl.report.rundir import RunDir
 from mmrl.report.trackers import Trackers
 from mmrl.stages.step_metrics import shown_calls
+from mmrl.store.journal import JournalWriter
+from mmrl.store.rundir import RunDir
 from mmrl.system.processes import ALONE, Processes
 from mmrl.system.replies import one_line
 from mmrl.system.stop import Stop

@@ -14,13 +14,13 @@ from mmrl.algorithms import assign_credit, minibatches
 from mmrl.credit.entries import Credit
 from mmrl.engines.base import Engine, total_usage
 from mmrl.models.assignment import ModuleAssignment
-from mmrl.models.policy import checkpoint_step
 from mmrl.records import Forest
-from mmrl.report.journal import JournalWriter, decode_step, encode_step
 from mmrl.report.stats import modules_in
 from mmrl.stages.collect import Collector, train_calls
 from mmrl.stages.evaluate import Evaluations
 from mmrl.stages.step_metrics import credit_metrics, forest_metrics, never_metrics
+from mmrl.store.journal import JournalWriter, decode_step, encode_step
+from mmrl.store.policy import checkpoint_step
 from mmrl.system.files import JsonObject
 from mmrl.system.processes import merge_forests
 from mmrl.trainer.checkpoint import saved_extra

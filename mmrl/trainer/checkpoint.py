@@ -2,7 +2,7 @@
 
 Part of `trainer`. A checkpoint is a folder `checkpoint-<steps done>` with what Hugging Face's Trainer saves (model or
 adapter, optimizer, scheduler, random states, trainer state), the critic, `extra.json` of the caller, and
-`complete.json`, the list of its files with sizes and digests. `models.policy` reads them.
+`complete.json`, the list of its files with sizes and digests. `store.policy` reads them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers.trainer_pt_utils import safe_globals
 from transformers.utils import logging as hf_logging
 
 from mmrl.errors import CheckpointError, MmrlError, StorageError, storage_error
-from mmrl.models.policy import (
+from mmrl.store.policy import (
     EXTRA,
     MARKER,
     checkpoint_step,

@@ -25,8 +25,8 @@ from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # type: ignore[attr-defined]
 
 from mmrl.errors import CheckpointError, ConfigError, Stopped, SyncFailure, TooManyFailures
-from mmrl.models.policy import is_complete
 from mmrl.models.template import as_saved
+from mmrl.store.policy import is_complete
 from mmrl.trainer import checkpoint, sharding
 from mmrl.trainer.adapters import Adapters, in_fixed_order
 from mmrl.trainer.critic import Critic, trained_in_float32

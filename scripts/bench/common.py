@@ -22,8 +22,8 @@ import transformers
 
 from mmrl.models.linear import use_onednn
 from mmrl.plan.shapes import KNOWN, Shape
-from mmrl.report.machine import describe_environment
 from mmrl.report.text import align
+from mmrl.store.machine import describe_environment
 from scripts import key_values
 
 MODELS = {

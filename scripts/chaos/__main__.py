@@ -26,7 +26,7 @@ from pathlib import Path
 import pandas as pd
 
 import mmrl
-from mmrl.report.machine import describe_environment
+from mmrl.store.machine import describe_environment
 from scripts import expect_some_of, key_values
 from scripts.chaos.cases import CASES
 from scripts.chaos.children import Forked

@@ -25,8 +25,8 @@ from typing import Any
 from scripts.chaos.disk import Disk
 
 PHASES: dict[str, tuple[str, ...]] = {
-    "create": ("mmrl.report.rundir:RunDir.create",),
-    "open": ("mmrl.report.rundir:RunDir.open", "mmrl.report.rundir:RunDir.truncate_after"),
+    "create": ("mmrl.store.rundir:RunDir.create",),
+    "open": ("mmrl.store.rundir:RunDir.open", "mmrl.store.rundir:RunDir.truncate_after"),
     "build": ("mmrl.run.build:build_stage",),
     "collect": ("mmrl.stages.collect:Collector.collect",),
     "rollout": ("mmrl.rollout.sample:sample",),
@@ -36,11 +36,11 @@ PHASES: dict[str, tuple[str, ...]] = {
     "checkpoint": ("mmrl.trainer.checkpoint:save",),
     "commit": ("mmrl.trainer.checkpoint:commit",),
     "prune": ("mmrl.trainer.checkpoint:prune",),
-    "journal": ("mmrl.report.journal:write_step",),
-    "metrics": ("mmrl.report.rundir:RunDir.append_metrics",),
+    "journal": ("mmrl.store.journal:write_step",),
+    "metrics": ("mmrl.store.rundir:RunDir.append_metrics",),
     "evaluation": ("mmrl.stages.evaluate:evaluate",),
     "finish": ("mmrl.report.console:finish",),
-    "summary": ("mmrl.report.rundir:RunDir.write_summary",),
+    "summary": ("mmrl.store.rundir:RunDir.write_summary",),
     "report": ("mmrl.report.html:write_report",),
     "index passages": ("mmrl.retrieval.store:write_passages",),
     "index build": ("mmrl.retrieval.bm25:write_index",),

@@ -38,7 +38,7 @@ def device_hours(run: SetRun, items: int | None) -> tuple[float, int]:
     Raises:
         ConfigError: what `mmrl plan` refuses.
     """
-    from mmrl.run.plan import PlanArguments, evaluation_hours, make_plan
+    from mmrl.commands.plan import PlanArguments, evaluation_hours, make_plan
 
     config = run.config
     if isinstance(config, EvalCommandConfig):

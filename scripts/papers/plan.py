@@ -11,11 +11,11 @@ import numpy as np
 
 from mmrl.config.base import path_override
 from mmrl.errors import ConfigError, MmrlError
-from mmrl.models.policy import complete_checkpoints
-from mmrl.report.rundir import RunDir
 from mmrl.report.stats import series
 from mmrl.sets.plan import Planner
 from mmrl.sets.queue import SetRun
+from mmrl.store.policy import complete_checkpoints
+from mmrl.store.rundir import RunDir
 from scripts.papers.spec import Table, table_words
 from scripts.papers.values import TableResult
 

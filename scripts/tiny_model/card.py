@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from mmrl.models.policy import newest_checkpoint
 from mmrl.stages.sft import FINGERPRINT
+from mmrl.store.policy import newest_checkpoint
 from mmrl.trainer.checkpoint import saved_extra
 from scripts.tiny_model.drills import MODULE as DRILL
 from scripts.tiny_model.mini.world import WORLD_SEED

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 
 from mmrl.config import ModelConfig, TrainConfig
 from mmrl.errors import CheckpointError, ConfigError
-from mmrl.models.policy import newest_checkpoint
 from mmrl.records import Call
 from mmrl.stages.sft import FINGERPRINT, digest, encode, passes, tokens_of, train_call
+from mmrl.store.policy import newest_checkpoint
 from mmrl.tasks.base import Demonstration
 from mmrl.trainer.checkpoint import saved_extra
 from mmrl.trainer.objective import StepBatch

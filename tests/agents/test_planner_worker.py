@@ -11,11 +11,11 @@ from mmrl.cli import main
 from mmrl.config import ALGO_SCHEMAS, ModelConfig
 from mmrl.models.load import load_model, load_tokenizer
 from mmrl.records import Example
-from mmrl.report.journal import read_step
-from mmrl.report.rundir import RunDir
 from mmrl.retrieval.bm25 import Bm25Retriever
 from mmrl.rollout.plans import fork_on
 from mmrl.stages.sft import encode
+from mmrl.store.journal import read_step
+from mmrl.store.rundir import RunDir
 from mmrl.tasks.mini.examples import mini_corpus
 from mmrl.tasks.mini.teach import demonstrations
 from scripts.chaos.compare import differences

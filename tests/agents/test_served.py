@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from mmrl.cli import main
-from mmrl.report.rundir import RunDir
 from mmrl.serve.policy import ServedPolicy, make_app
+from mmrl.store.rundir import RunDir
 from tests.agents.test_clients import CALLED, FOUND, react
 from tests.helpers import TOP
 from tests.helpers.gateway import Scripted, agent_task, one, tokenizer

@@ -6,7 +6,7 @@ import pytest
 
 from mmrl.algorithms import ALGORITHMS
 from mmrl.cli import main
-from mmrl.report.forest import parse_forest
+from mmrl.store.forest import parse_forest
 from tests.helpers import TOP
 from tests.helpers.forests import documented
 

@@ -14,11 +14,11 @@ from mmrl.cli import main
 from mmrl.cli.arguments import ShowArguments
 from mmrl.cli.configs import configured
 from mmrl.cli.new_task import NewTaskArguments
+from mmrl.commands.export import ExportArguments
 from mmrl.config import ALGO_SCHEMAS
 from mmrl.config.retriever import ServeIndexArguments, build_schema
-from mmrl.report.rundir import RunDir
-from mmrl.run.export import ExportArguments
 from mmrl.sets.command import SetKeys
+from mmrl.store.rundir import RunDir
 from mmrl.system.files import plain
 from tests.fuzz import command_lines
 from tests.helpers import TOP

@@ -3,8 +3,8 @@
 import pytest
 
 from mmrl.cli.configs import configured
-from mmrl.models.policy import write_policy
-from mmrl.report.rundir import RunDir
+from mmrl.store.policy import write_policy
+from mmrl.store.rundir import RunDir
 from mmrl.system.files import plain
 from tests.helpers.lines import evaluation, refused
 

@@ -10,7 +10,7 @@ import pytest
 
 from mmrl import secrets
 from mmrl.cli import main
-from mmrl.report.rundir import RunDir
+from mmrl.store.rundir import RunDir
 from tests.helpers.servers import Scripted, chat_reply, serving
 
 KEY = "sk-Distinctive-0123456789-kEy"

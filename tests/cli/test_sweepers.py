@@ -4,7 +4,7 @@ import yaml
 from mmrl.cli import configs, main
 from mmrl.cli.overrides import expand, read_line
 from mmrl.errors import ConfigError
-from mmrl.report.rundir import RunDir
+from mmrl.store.rundir import RunDir
 
 
 def plays(score):

@@ -9,7 +9,7 @@ from mmrl.algorithms import ALGORITHMS, problems
 from mmrl.cli import main
 from mmrl.config.algo import ALGO_SCHEMAS
 from mmrl.errors import DataError
-from mmrl.report.forest import dump_forest
+from mmrl.store.forest import dump_forest
 from tests.helpers.forests import Grow, by_call
 from tests.helpers.forests import credit as credit_by
 

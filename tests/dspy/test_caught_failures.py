@@ -9,8 +9,8 @@ import pytest
 from dspy.utils.exceptions import AdapterParseError
 
 from mmrl.cli import main
-from mmrl.report.rundir import RunDir
 from mmrl.rollout.plans import fork_on
+from mmrl.store.rundir import RunDir
 from tests.dspy import Answer
 from tests.helpers.programs import filled, run_program, saved
 from tests.helpers.servers import Scripted, chat_reply, serving

@@ -16,8 +16,8 @@ from mmrl.engines.base import Completion, Engine, Request, Sampling
 from mmrl.engines.endpoint_engine import EndpointEngine, Router, with_endpoints, with_model
 from mmrl.errors import ConfigError, EngineFailure
 from mmrl.models.load import load_tokenizer
-from mmrl.report.journal import read_step
-from mmrl.report.rundir import RunDir
+from mmrl.store.journal import read_step
+from mmrl.store.rundir import RunDir
 from tests.helpers.runs import command
 from tests.helpers.servers import Scripted, chat_reply, serving
 

@@ -25,8 +25,8 @@ from mmrl.engines.vllm.server import VllmServerEngine
 from mmrl.errors import EngineFailure, SyncFailure
 from mmrl.models.chat import render_prompt
 from mmrl.models.load import load_model, load_tokenizer
-from mmrl.report.journal import read_step
-from mmrl.report.rundir import RunDir
+from mmrl.store.journal import read_step
+from mmrl.store.rundir import RunDir
 from mmrl.system.conf import later_wins
 from mmrl.system.processes import Processes
 from tests.engines.test_server import TINY, answering, asked, reply

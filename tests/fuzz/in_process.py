@@ -102,12 +102,12 @@ _STAND_INS: Mapping[str, object] = {
     "mmrl.sets.sweep.check_all": None,
     "mmrl.sets.command.check_all": None,
     "mmrl.sets.command.RunQueue.run": 0,
-    "mmrl.run.plan.make_plan": mock.Mock(text=lambda: "plan", as_json=lambda: "{}"),
-    "mmrl.run.doctor.doctor": 0,
-    "mmrl.run.model_doctor.examine_model": None,
-    "mmrl.run.serve.serve_policy": 0,
+    "mmrl.commands.plan.make_plan": mock.Mock(text=lambda: "plan", as_json=lambda: "{}"),
+    "mmrl.commands.doctor.doctor": 0,
+    "mmrl.commands.model_doctor.examine_model": None,
+    "mmrl.commands.serve.serve_policy": 0,
     "mmrl.system.http_server.serve": None,
-    "mmrl.run.index.build_index": mock.Mock(build_seconds=0.0, kind="bm25"),
+    "mmrl.commands.index.build_index": mock.Mock(build_seconds=0.0, kind="bm25"),
     "mmrl.models.hub.encoder_problems": [],
 }
 """Function that a command hands over to -> what its stand-in returns."""

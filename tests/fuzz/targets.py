@@ -90,9 +90,9 @@ def _forests() -> tuple[Any, ...]:
 
 def run_forest(pair: tuple[str, str]) -> str | None:
     """A forest is refused, or its credit is finite."""
+    from mmrl.commands.credit import Source, credit_all, json_report, table
     from mmrl.config.algo import ALGO_SCHEMAS
-    from mmrl.report.forest import parse_forest
-    from mmrl.run.credit import Source, credit_all, json_report, table
+    from mmrl.store.forest import parse_forest
 
     written, name = pair
     forest, algos = parse_forest(written, "forest.json"), [ALGO_SCHEMAS[name](name=name)]

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmrl.cli.arguments import section_of
+from mmrl.commands.plan import PlanArguments
 from mmrl.config import TrainCommandConfig, validate
 from mmrl.errors import ConfigError, DataError
 from mmrl.plan.workload import parse_lengths
-from mmrl.run.plan import PlanArguments
 from mmrl.system.files import user_path
 from mmrl.tasks.data.rows import Source
 from tests.fuzz import targets

@@ -141,7 +141,7 @@ def gap(model: Any, prompt: tuple[int, ...], completion: Completion, temperature
 
 
 def steps_of(run_dir: Path) -> list[dict[str, Any]]:
-    from mmrl.report.rundir import RunDir
+    from mmrl.store.rundir import RunDir
 
     return [record for record in RunDir.read(run_dir).history() if record["step"]]
 

@@ -12,7 +12,7 @@ from mmrl.algorithms import assign_credit
 from mmrl.config import ALGO_SCHEMAS
 from mmrl.credit.entries import Credit, Entry
 from mmrl.records import Call, Forest, Rollout
-from mmrl.report.forest import parse_forest
+from mmrl.store.forest import parse_forest
 from tests.helpers import TOP
 
 

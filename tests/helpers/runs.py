@@ -9,8 +9,8 @@ from pathlib import Path
 import yaml
 
 from mmrl.records import Call, Forest, Rollout
-from mmrl.report.journal import write_step
-from mmrl.report.rundir import RunDir
+from mmrl.store.journal import write_step
+from mmrl.store.rundir import RunDir
 from mmrl.system.conf import later_wins
 from mmrl.system.files import append_jsonl, digest
 from mmrl.tasks.base import Score

@@ -27,13 +27,13 @@ from mmrl.engines.base import Completion, Engine
 from mmrl.models.assignment import ModuleAssignment
 from mmrl.models.chat import encode_text
 from mmrl.models.load import load_tokenizer
-from mmrl.models.policy import newest_checkpoint
-from mmrl.report.rundir import RunDir
 from mmrl.run.build import build_task
 from mmrl.stages.evaluate import Evaluations
 from mmrl.stages.prompts.stage import PromptStage
 from mmrl.stages.sft import SftStage
 from mmrl.stages.step_log import StepLog
+from mmrl.store.policy import newest_checkpoint
+from mmrl.store.rundir import RunDir
 from mmrl.tasks.base import Demonstration
 from mmrl.trainer.adapters import make_adapters
 from mmrl.trainer.settings import Settings

@@ -29,8 +29,8 @@ from mmrl.config.schema import LoraConfig as Section
 from mmrl.errors import ConfigError
 from mmrl.models.adapter import targets_of, with_adapters
 from mmrl.models.load import load_model, load_policy, skeleton
-from mmrl.models.policy import Policy
 from mmrl.models.save import write_merged
+from mmrl.store.policy import Policy
 from mmrl.trainer.settings import Settings
 from tests.models.test_loading import SIZES, content, make
 

@@ -205,7 +205,7 @@ def gpu(name):
     [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-40GB", "a100"), ("NVIDIA H200", "h200")],
 )
 def test_a_gpu_of_the_table_is_planned_with_its_own_memory(name, row, capsys, monkeypatch):
-    monkeypatch.setattr("mmrl.run.plan.gpus", lambda: [gpu(name)])
+    monkeypatch.setattr("mmrl.commands.plan.gpus", lambda: [gpu(name)])
     assert known_gpu(gpu(name)) == replace(GPUS[row], memory=24 * GIB)
     assert main(["plan", LENGTHS, "hardware=gpu1"]) == 0
     assert " of 24 GiB per device\n" in capsys.readouterr().out
@@ -223,7 +223,7 @@ def test_a_gpu_of_unknown_speed_is_no_h100(name):
 
 
 def test_a_device_that_is_named_takes_the_place_of_a_gpu_of_unknown_speed(capsys, monkeypatch):
-    monkeypatch.setattr("mmrl.run.plan.gpus", lambda: [gpu("NVIDIA B200")])
+    monkeypatch.setattr("mmrl.commands.plan.gpus", lambda: [gpu("NVIDIA B200")])
     assert main(["plan", LENGTHS, "hardware=gpu1"]) == 2
     assert "NVIDIA B200, is not known; expected one of cpu, h200, h100, a100" in capsys.readouterr().err
     assert main(["plan", LENGTHS, "hardware=gpu1", "device=a100"]) == 0

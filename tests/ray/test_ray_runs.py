@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from mmrl.cli import main
-from mmrl.report.rundir import RunDir
+from mmrl.store.rundir import RunDir
 from mmrl.system.conf import later_wins
 from scripts.chaos.compare import comparable, differences
 from tests.helpers.fake_vllm import fake_vllm

@@ -15,10 +15,10 @@ from mmrl.records import Example
 from mmrl.report import browser
 from mmrl.report.console import show_run
 from mmrl.report.html import report_run
-from mmrl.report.journal import write_step
 from mmrl.report.overview import Overview
-from mmrl.report.rundir import RunDir
 from mmrl.report.trees import input_lines
+from mmrl.store.journal import write_step
+from mmrl.store.rundir import RunDir
 from tests.helpers.runs import CONFIG, fake_run, forest, items
 
 PLAIN = None

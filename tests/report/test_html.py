@@ -21,9 +21,9 @@ from mmrl.records import Call
 from mmrl.report.charts import LINES, SIZE, evaluation_curve, lines_over_steps, reward_curve
 from mmrl.report.console import finish, show_run
 from mmrl.report.html import report_run
-from mmrl.report.rundir import RunDir
 from mmrl.report.stats import BLOCKS
 from mmrl.report.trees import coloured, read_tokenizer, shade, token_texts
+from mmrl.store.rundir import RunDir
 from mmrl.system.files import append_jsonl
 from tests.helpers.runs import CONFIG, fake_run, items, metrics
 

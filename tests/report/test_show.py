@@ -10,13 +10,13 @@ from mmrl.errors import CheckpointError, ConfigError
 from mmrl.report.console import show_run
 from mmrl.report.html import report_run
 from mmrl.report.items import item_rows
-from mmrl.report.journal import read_step, write_step
-from mmrl.report.rundir import RunDir
 from mmrl.report.stats import module_facts
 from mmrl.report.text import align, clean
 from mmrl.report.trees import abridged, advantage_of, credit_line, format_reward, shorten_prediction
 from mmrl.stages.evaluate import evaluation_metrics, item_results
 from mmrl.stages.step_metrics import forest_metrics
+from mmrl.store.journal import read_step, write_step
+from mmrl.store.rundir import RunDir
 from mmrl.system.files import append_jsonl
 from tests.helpers.forests import Grow
 from tests.helpers.runs import CONFIG, MODULES, fake_run, forest, items, metrics

@@ -16,9 +16,9 @@ import dspy
 import pytest
 import torch
 
+from mmrl.commands.serve import ServeArguments
 from mmrl.models.load import ASSETS
 from mmrl.report.card import ADDRESS, snippets
-from mmrl.run.serve import ServeArguments
 from mmrl.serve.policy import ServedPolicy
 from tests.helpers.engines import PYTHON
 from tests.helpers.gateway import Scripted

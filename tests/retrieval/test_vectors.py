@@ -175,8 +175,8 @@ def test_a_dense_task_index_is_built_once_and_rebuilt_when_model_or_file_change(
 def test_importing_brings_no_heavy_library():
     code = (
         "import sys, mmrl.retrieval.bm25, mmrl.retrieval.dense, mmrl.retrieval.select, mmrl.retrieval.serving, "
-        "mmrl.run.index; heavy = {'torch', 'transformers', 'faiss', 'sentence_transformers', 'fastapi', 'uvicorn', "
-        "'httpx', 'bm25s', 'datasets', 'jax', 'numba'} & set(sys.modules); assert not heavy, heavy"
+        "mmrl.commands.index; heavy = {'torch', 'transformers', 'faiss', 'sentence_transformers', 'fastapi', "
+        "'uvicorn', 'httpx', 'bm25s', 'datasets', 'jax', 'numba'} & set(sys.modules); assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -3,7 +3,7 @@ import shutil
 import pytest
 
 from mmrl.cli import main
-from mmrl.report.rundir import RunDir
+from mmrl.store.rundir import RunDir
 from tests.helpers.runs import command, numbers
 
 

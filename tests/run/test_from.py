@@ -13,14 +13,14 @@ from mmrl.cli import main
 from mmrl.cli.configs import eval_configs, train_configs
 from mmrl.cli.overrides import read_line
 from mmrl.errors import ConfigError
-from mmrl.models.policy import prompts_of, resolve, write_policy
-from mmrl.report.rundir import RunDir
 from mmrl.run.check import check
 from mmrl.run.settle import weight_run
 from mmrl.run.start import started
 from mmrl.sets.found import found_set
 from mmrl.sets.page import SetPage
 from mmrl.sets.sweep import job_state
+from mmrl.store.policy import prompts_of, resolve, write_policy
+from mmrl.store.rundir import RunDir
 from mmrl.system.conf import conf_dir
 from mmrl.system.files import append_jsonl, digests
 from scripts.chaos.compare import comparable

@@ -20,8 +20,8 @@ import pytest
 from mmrl.cli import main
 from mmrl.errors import CheckpointError, ConfigError, MmrlError
 from mmrl.optimize import MMRL, _outside_of_loops, _split, load
-from mmrl.report.rundir import RunDir
 from mmrl.run import build
+from mmrl.store.rundir import RunDir
 from mmrl.system import objects
 from mmrl.system.objects import put
 from mmrl.tasks.dspy import notices
@@ -322,7 +322,7 @@ def test_without_a_valset_every_fifth_example_is_held_back(capsys: Any) -> None:
 
 
 def test_load_names_predictors_that_the_run_has_no_weights_for(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mmrl.models.policy import Policy
+    from mmrl.store.policy import Policy
 
     monkeypatch.setattr("mmrl.run.check.served", lambda config: Policy(base="tiny", modules={"other": "other"}))
     with pytest.raises(ConfigError, match=r"has no weights for classify\.predict; its modules are other"):

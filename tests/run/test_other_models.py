@@ -5,9 +5,9 @@ import json
 import pytest
 
 from mmrl.cli import main
-from mmrl.report.rundir import RunDir
 from mmrl.run.build import build_task, evaluated
 from mmrl.run.eval import unsuited
+from mmrl.store.rundir import RunDir
 from tests.helpers.lines import evaluation, refused
 from tests.helpers.llama import llama_like
 from tests.helpers.programs import saved

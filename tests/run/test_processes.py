@@ -17,10 +17,10 @@ from mmrl.engines.base import EngineSetup
 from mmrl.engines.vllm.command import server_environment
 from mmrl.errors import ConfigError
 from mmrl.records import Example
-from mmrl.report.rundir import RunDir
 from mmrl.run import session
 from mmrl.run.build import server_devices
 from mmrl.run.launch import environment, hardware_problems, missing_packages, wrapping
+from mmrl.store.rundir import RunDir
 from mmrl.system.conf import later_wins
 from mmrl.system.processes import ALONE, Processes, join, merge_forests
 from scripts.chaos.compare import comparable

@@ -12,8 +12,8 @@ import pytest
 
 from mmrl.cli import main
 from mmrl.errors import ConfigError, EngineFailure
-from mmrl.report.journal import read_step
-from mmrl.report.rundir import RunDir
+from mmrl.store.journal import read_step
+from mmrl.store.rundir import RunDir
 from mmrl.tasks.search_tool import SearchTool
 from tests.helpers.runs import EVAL, SMALL, command, numbers
 from tests.helpers.watch import started

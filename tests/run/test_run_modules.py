@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from mmrl import rng
 from mmrl.cli import main
 from mmrl.errors import ConfigError
-from mmrl.models.policy import resolve
-from mmrl.report.journal import read_step
-from mmrl.report.rundir import RunDir
+from mmrl.store.journal import read_step
+from mmrl.store.policy import resolve
+from mmrl.store.rundir import RunDir
 from mmrl.tasks.search_program import MultihopQaTask
 from tests.helpers.runs import EVAL, command, numbers, score_of_texts
 

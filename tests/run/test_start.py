@@ -9,8 +9,8 @@ import pytest
 from mmrl.cli import main
 from mmrl.config import StageConfig
 from mmrl.models.merged import merged, require_undamaged
-from mmrl.models.policy import damage, resolve
 from mmrl.run.settle import stored_config
+from mmrl.store.policy import damage, resolve
 from tests.helpers.runs import EVAL, command, contents, flip
 
 LORA = "model.lora={r: 4, alpha: 8}"

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from mmrl.report.rundir import RunDir
 from mmrl.report.stats import BLOCKS
+from mmrl.store.rundir import RunDir
 from tests.helpers.runs import command
 from tests.helpers.terminal import in_terminal, screen
 

@@ -24,13 +24,13 @@ import openai
 import pytest
 
 from mmrl.cli import main
+from mmrl.commands.serve import ServeArguments, snippets
 from mmrl.config import ModelConfig
 from mmrl.config.engines import TransformersConfig
 from mmrl.engines import EngineSetup, build_engine
 from mmrl.engines.base import Completion, Engine, Request, Sampling
 from mmrl.models.chat import decode_text, encode_text, render_prompt
 from mmrl.models.load import load_model, load_tokenizer
-from mmrl.run.serve import ServeArguments, snippets
 from mmrl.serve.policy import ServedPolicy, _Running, make_app
 from mmrl.serve.protocol import ChatRequest
 from tests.helpers.servers import fetch_json, listening

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from mmrl.cli import main
-from mmrl.report.rundir import RunDir
 from mmrl.sets import queue
+from mmrl.store.rundir import RunDir
 
 COMPARE = ["compare", "algo=mhgpo_fof,mhgpo_rr", "task=hotpotqa", "seed=0,1", "name=x", "train.steps=2"]
 FEW = [word.replace("seed=0,1", "seed=0") for word in COMPARE]

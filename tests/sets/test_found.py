@@ -16,9 +16,9 @@ import yaml
 from mmrl.cli import main
 from mmrl.report.charts import DARK_CSS
 from mmrl.report.overview import find_runs
-from mmrl.report.rundir import RunDir
 from mmrl.sets.found import found_set
 from mmrl.sets.page import SetPage
+from mmrl.store.rundir import RunDir
 from mmrl.system.conf import later_wins
 from mmrl.system.files import append_jsonl
 from tests.helpers.runs import CONFIG, fake_run

@@ -7,10 +7,10 @@ from mmrl.algorithms import ALGORITHMS
 from mmrl.cli import main
 from mmrl.config import ALGO_SCHEMAS
 from mmrl.records import Example
-from mmrl.report.journal import read_step
-from mmrl.report.rundir import RunDir
 from mmrl.stages.collect import dynamic_sampling
 from mmrl.stages.weights import WeightStage
+from mmrl.store.journal import read_step
+from mmrl.store.rundir import RunDir
 from scripts.chaos.compare import comparable
 from tests.helpers.forests import Grow
 from tests.helpers.runs import command

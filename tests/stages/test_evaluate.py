@@ -9,7 +9,6 @@ import pytest
 from mmrl.config import EvalConfig
 from mmrl.config.tasks import task_schema
 from mmrl.errors import ConfigError, LengthFailure, ParseFailure, ToolFailure, TooManyFailures
-from mmrl.report.rundir import RunDir
 from mmrl.stages import evaluate as module
 from mmrl.stages.evaluate import (
     Evaluations,
@@ -21,6 +20,7 @@ from mmrl.stages.evaluate import (
     without_scores,
 )
 from mmrl.stages.step_log import StepLog
+from mmrl.store.rundir import RunDir
 from mmrl.tasks import TASKS
 from tests.helpers.programs import Chain, FakeEngine, FakeTask, environment, seeded_letter
 

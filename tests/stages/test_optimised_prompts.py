@@ -12,9 +12,9 @@ from transformers import AutoTokenizer
 from mmrl.cli import main
 from mmrl.engines.base import Completion, Request
 from mmrl.engines.embedded.transformers_engine import TransformersEngine
-from mmrl.report.journal import read_step
-from mmrl.report.rundir import RunDir
 from mmrl.stages import weights
+from mmrl.store.journal import read_step
+from mmrl.store.rundir import RunDir
 from mmrl.trainer.objective import StepBatch
 from tests.helpers.programs import make_dspy
 from tests.helpers.runs import SMALL

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from mmrl.config import EvalConfig
-from mmrl.report.rundir import RunDir
 from mmrl.rollout.plans import fork_on
+from mmrl.store.rundir import RunDir
 from tests.helpers.configs import collector_of, config_of
 from tests.helpers.programs import Chain, FakeEngine, FakeTask, seeded_letter
 from tests.stages.test_evaluate import evaluations, quiet_progress

@@ -16,9 +16,9 @@ from mmrl.config.engines import TransformersConfig
 from mmrl.engines import EngineSetup
 from mmrl.engines.embedded.transformers_engine import TransformersEngine
 from mmrl.errors import SyncFailure
-from mmrl.report.journal import decode_step, read_step
-from mmrl.report.rundir import RunDir
 from mmrl.stages.collect import Prefetch
+from mmrl.store.journal import decode_step, read_step
+from mmrl.store.rundir import RunDir
 from mmrl.system.portal import rollout_loop
 from mmrl.trainer.checkpoint import saved_extra
 from tests.helpers import runs

@@ -14,10 +14,10 @@ from mmrl.config.tasks import PluginTaskConfig
 from mmrl.errors import EngineFailure, TooManyFailures
 from mmrl.report.console import show_run
 from mmrl.report.overview import Overview
-from mmrl.report.rundir import RunDir
 from mmrl.rollout import with_program
 from mmrl.stages.prompts.split import prompt_problems
 from mmrl.stages.prompts.students import _distinguish
+from mmrl.store.rundir import RunDir
 from mmrl.tasks.base import Score
 from mmrl.tasks.dspy.own import OwnTask
 from tests.dspy.test_threads import Other

@@ -14,11 +14,11 @@ from mmrl.config.tasks import task_schema
 from mmrl.engines.completions import Reply
 from mmrl.engines.openai import OpenAIChat
 from mmrl.report.console import show_run
-from mmrl.report.rundir import RunDir
 from mmrl.report.trials import prompts_text
 from mmrl.run.build import build_task
 from mmrl.stages.prompts.loop import Loop
 from mmrl.stages.prompts.rollouts import Rollouts, TrainExample
+from mmrl.store.rundir import RunDir
 from mmrl.system import memo
 from mmrl.system.files import append_jsonl, read_jsonl
 from mmrl.system.memo import Memo

@@ -8,13 +8,13 @@ import torch
 from mmrl.engines.base import Completion
 from mmrl.errors import CheckpointError, ConfigError, DataError, Stopped
 from mmrl.models.chat import encode_text, render_prompt
-from mmrl.models.policy import newest_checkpoint, resolve
 from mmrl.report.console import overview_text
 from mmrl.report.overview import Overview
-from mmrl.report.rundir import RunDir
 from mmrl.report.stats import learning
 from mmrl.stages.sft import SftStage
 from mmrl.stages.sft_data import best_rollouts, read_examples
+from mmrl.store.policy import newest_checkpoint, resolve
+from mmrl.store.rundir import RunDir
 from mmrl.trainer import checkpoint
 from tests.helpers.forests import Grow
 from tests.helpers.programs import FakeEngine, make_dspy, seeded_letter

@@ -1,8 +1,8 @@
 """A run with teachers and canonical text: from the config to what is journalled and trained."""
 
 from mmrl.cli import main
-from mmrl.report.journal import read_step
-from mmrl.report.rundir import RunDir
+from mmrl.store.journal import read_step
+from mmrl.store.rundir import RunDir
 from tests.engines.test_endpoint import answers
 from tests.helpers.runs import command
 from tests.helpers.servers import serving

@@ -17,12 +17,12 @@ from mmrl.engines.base import EngineSetup
 from mmrl.engines.vllm.command import engine_arguments, vllm_problems
 from mmrl.errors import ConfigError
 from mmrl.models.load import load_configs
-from mmrl.report.rundir import RunDir
 from mmrl.retrieval.bm25 import Bm25Retriever
 from mmrl.retrieval.protocols import LARGEST_REQUEST
 from mmrl.retrieval.remote import RemoteRetriever
 from mmrl.retrieval.serving import make_app
 from mmrl.sets.queue import state_of
+from mmrl.store.rundir import RunDir
 from tests.helpers import TOP
 from tests.helpers.servers import DOCUMENTS, listening
 

@@ -11,8 +11,8 @@ from datasets import Dataset, DatasetDict
 
 from mmrl.config.tasks import DataConfig
 from mmrl.errors import ConfigError, DataError
-from mmrl.models.policy import resolve
-from mmrl.report.journal import load_rollouts
+from mmrl.store.journal import load_rollouts
+from mmrl.store.policy import resolve
 from mmrl.tasks.data.corpus import Corpus
 from mmrl.tasks.data.rows import Source, same_rows
 from mmrl.tasks.prompts import load_prompts

@@ -12,7 +12,7 @@ import torch
 
 from mmrl.config import LoraConfig
 from mmrl.errors import CheckpointError
-from mmrl.models.policy import EXTRA, MARKER, is_complete, newest_checkpoint
+from mmrl.store.policy import EXTRA, MARKER, is_complete, newest_checkpoint
 from mmrl.trainer import checkpoint
 from tests.helpers.trainer_cases import LORA, changed, make_calls, make_trainer, resumable, weights_of
 

@@ -12,7 +12,7 @@ import torch
 from mmrl.config import LoraConfig
 from mmrl.config.algo import PpoConfig
 from mmrl.errors import CheckpointError, ConfigError, MmrlError
-from mmrl.models.policy import newest_checkpoint
+from mmrl.store.policy import newest_checkpoint
 from mmrl.trainer.objective import value_loss
 from tests.helpers.trainer_cases import (
     LORA,

@@ -15,8 +15,8 @@ from mmrl.engines.base import Completion, EngineSetup, Request
 from mmrl.engines.embedded.batch_rows import Rules, engine_context, eos_ids
 from mmrl.engines.embedded.batcher import Batcher
 from mmrl.engines.embedded.row_decoder import RowDecoder
-from mmrl.models.policy import INITIAL
 from mmrl.models.selfcheck import Way, drawn_adapters, probes
+from mmrl.store.policy import INITIAL
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

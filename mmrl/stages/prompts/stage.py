@@ -26,8 +26,6 @@ import dspy
 from mmrl.config import PromptCommandConfig
 from mmrl.config.other_stages import ProposingConfig
 from mmrl.engines.base import total_usage
-from mmrl.models.policy import write_policy
-from mmrl.report.rundir import RunDir
 from mmrl.report.trials import FOLDER, MEMO, PROPOSALS, TRIALS, nothing_went_well
 from mmrl.stages import Stage
 from mmrl.stages.evaluate import Evaluations
@@ -38,6 +36,8 @@ from mmrl.stages.prompts.rollouts import ID, Played, Rollouts, TrainExample
 from mmrl.stages.prompts.split import split
 from mmrl.stages.prompts.students import State, digest_of, state_of
 from mmrl.stages.step_metrics import failed_share
+from mmrl.store.policy import write_policy
+from mmrl.store.rundir import RunDir
 from mmrl.system.files import JsonObject, append_jsonl, atomic_write, dumps
 from mmrl.system.memo import Memo
 from mmrl.tasks.base import Task

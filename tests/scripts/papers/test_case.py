@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from mmrl.report.rundir import RunDir
 from mmrl.sets.queue import Run
+from mmrl.store.rundir import RunDir
 from scripts.papers.case import case_study
 from tests.helpers.sets import table_result
 

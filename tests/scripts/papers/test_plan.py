@@ -4,9 +4,9 @@ import pytest
 
 from mmrl.cli.configs import set_config
 from mmrl.errors import ConfigError
-from mmrl.report.rundir import RunDir
 from mmrl.run.build import evaluation_devices
 from mmrl.run.check import process_problems
+from mmrl.store.rundir import RunDir
 from scripts.papers.cost import device_hours
 from scripts.papers.plan import TablePlanner, before_collapse
 from scripts.papers.spec import read_table

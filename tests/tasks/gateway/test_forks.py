@@ -8,10 +8,10 @@ import httpx
 
 from mmrl import rng
 from mmrl.algorithms import ALGORITHMS, assign_credit
+from mmrl.commands.credit import table
 from mmrl.config import ALGO_SCHEMAS
 from mmrl.rollout.plans import Exchange, Growth, Tree, fork_on, independent
 from mmrl.rollout.scripted import play
-from mmrl.run.credit import table
 from tests.helpers.gateway import Scripted, agent_task, one, post, rolled_out, tokenizer
 
 

@@ -8,10 +8,10 @@ import httpx
 import openai
 import pytest
 
-from mmrl.report.forest import check_forest
 from mmrl.serve import front
 from mmrl.serve.front import Finished, Running
 from mmrl.serve.protocol import CompletionRequest, Refused
+from mmrl.store.forest import check_forest
 from tests.helpers.gateway import Scripted, agent_task, one, post, rolled_out, tokenizer
 
 ASK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where is Porto?"}]

@@ -8,7 +8,7 @@ import pytest
 from mmrl import rng
 from mmrl.errors import DataError
 from mmrl.records import Call
-from mmrl.report.forest import dump_forest, parse_forest
+from mmrl.store.forest import dump_forest, parse_forest
 from tests.helpers.forests import Grow
 
 

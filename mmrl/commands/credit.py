@@ -19,10 +19,10 @@ from mmrl.config import AlgoConfig, TrainCommandConfig
 from mmrl.credit.entries import Credit, Entry
 from mmrl.errors import ConfigError, DataError, gathered, refuse
 from mmrl.records import Forest
-from mmrl.report.forest import VERSION, check_forest
-from mmrl.report.journal import fields_of, load_rollouts, read_step
-from mmrl.report.rundir import RunDir
 from mmrl.report.text import align, clean, filled
+from mmrl.store.forest import VERSION, check_forest
+from mmrl.store.journal import fields_of, load_rollouts, read_step
+from mmrl.store.rundir import RunDir
 from mmrl.system.files import JsonObject, dumps
 
 TURN_REWARD_SETS = ("outcome", "turn")
@@ -79,7 +79,7 @@ def credit_command(request: CreditRequest, as_json: bool) -> int:
         print("\n".join([*_origin(request, source, width), table(request.algos, source.forest, credits, width)]))
     if request.page is not None:
         # matplotlib and templates: only where a page is asked for
-        from mmrl.run.credit_page import write_page
+        from mmrl.commands.credit_page import write_page
 
         pairs = zip(request.algos, credits, strict=True)
         write_page(request.page, source.forest, credits, [table([a], source.forest, [c]) for a, c in pairs])

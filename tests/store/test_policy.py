@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mmrl.errors import ConfigError
-from mmrl.models.policy import Policy, is_shipped, other_task, resolve
+from mmrl.store.policy import Policy, is_shipped, other_task, resolve
 
 OF_PROMPTS = {"weights": "smollm2_135m", "prompts": None, "task": "hotpotqa"}
 

@@ -19,10 +19,10 @@ from mmrl.cli import main
 from mmrl.cli.configs import configured
 from mmrl.errors import ToolFailure
 from mmrl.records import Example
-from mmrl.report.journal import read_step, write_step
-from mmrl.report.rundir import RunDir
 from mmrl.report.trackers import Trackers
 from mmrl.run.settle import module_assignment
+from mmrl.store.journal import read_step, write_step
+from mmrl.store.rundir import RunDir
 from mmrl.tasks.base import Score
 from tests.helpers.configs import collector_of
 from tests.helpers.programs import FakeEngine, FakeTask

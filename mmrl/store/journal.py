@@ -1,6 +1,6 @@
 """The journal: every rollout of a step with its calls and their credit, written once, read back exactly.
 
-Part of `report`. One gzip-compressed JSON-lines file per step (or evaluation), replaced whole; the first field of each
+One gzip-compressed JSON-lines file per step (or evaluation), replaced whole; the first field of each
 line says what it is: `forest`, `prompt` (each distinct prompt once, calls refer to it by number), `call`, `rollout`,
 `entry`. Fields at their default value are left out. Values come back as JSON has them: lists for tuples inside
 `facts`, `meta` and predictions.
@@ -19,8 +19,8 @@ from typing import Any, TypeAlias, cast
 
 from mmrl.errors import CheckpointError, DataError
 from mmrl.records import Call, Forest, Rollout
-from mmrl.report.forest import check_forest, parse_forest
-from mmrl.report.rundir import RunDir
+from mmrl.store.forest import check_forest, parse_forest
+from mmrl.store.rundir import RunDir
 from mmrl.system.files import JsonObject, atomic_write, dumps, gunzip, parse_jsonl, similar
 
 GZIP = b"\x1f\x8b"

@@ -1,6 +1,6 @@
 """`environment.json` of a run directory: versions, machine, git state; `RunDir.create` adds a copy of the config.
 
-Part of `report`. What a reader needs to know to run it again.
+What a reader needs to know to run it again.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from mmrl.credit.entries import Entry
 from mmrl.errors import CheckpointError
 from mmrl.records import Call, Forest, Rollout
-from mmrl.report.journal import JournalWriter, decode_step, encode_step, read_step, write_step
-from mmrl.report.rundir import RunDir
+from mmrl.store.journal import JournalWriter, decode_step, encode_step, read_step, write_step
+from mmrl.store.rundir import RunDir
 from tests.helpers.forests import Grow
 
 floats = st.floats(allow_nan=False)
@@ -169,7 +169,7 @@ def test_what_writing_raised_is_raised_to_whoever_waits(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("mmrl.report.journal.atomic_write", full)
+    monkeypatch.setattr("mmrl.store.journal.atomic_write", full)
     with RunDir.create(tmp_path / "run", {}, []) as run:
         writer = JournalWriter()
         writer.write(run, small_forest(), [])

@@ -15,12 +15,12 @@ from mmrl.config.base import ServerArguments
 from mmrl.config.rules import engine_name
 from mmrl.errors import ConfigError, refuse
 from mmrl.models.merged import require_undamaged
-from mmrl.models.policy import Policy, resolve
 from mmrl.retrieval.select import server_problems
 from mmrl.run.build import fixed_engine
 from mmrl.run.check import engine_problems
 from mmrl.run.settle import settle
 from mmrl.secrets import token_of
+from mmrl.store.policy import Policy, resolve
 from mmrl.system.stop import stoppable
 
 if TYPE_CHECKING:

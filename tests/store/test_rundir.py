@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from mmrl.errors import CheckpointError, ConfigError, DataError
-from mmrl.report.rundir import RunDir
 from mmrl.run.settle import allocate
+from mmrl.store.rundir import RunDir
 from mmrl.system.files import append_jsonl, atomic_dir, atomic_write, read_jsonl
 
 
@@ -60,7 +60,7 @@ def test_a_place_that_cannot_be_written_is_one_error():
 
 def test_a_second_process_is_told_who_holds_the_run(path):
     with create(path):
-        code = f"from mmrl.report.rundir import RunDir; RunDir.open({str(path)!r})"
+        code = f"from mmrl.store.rundir import RunDir; RunDir.open({str(path)!r})"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert f"in use by pid {os.getpid()}" in done.stderr
     RunDir.open(path).close()  # free again
@@ -124,9 +124,9 @@ def test_truncation_forgets_later_steps_only(path):
 
 WRITER = """
 import sys
-from mmrl.report.rundir import RunDir
+from mmrl.store.rundir import RunDir
 from mmrl.records import Forest
-from mmrl.report.journal import write_step
+from mmrl.store.journal import write_step
 with RunDir.create(sys.argv[1], {}, []) as run:
     print("ready", flush=True)
     for step in range(1, 10**9):
@@ -144,7 +144,7 @@ def test_a_run_killed_while_writing_can_be_continued(path, delay):
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()
-    from mmrl.report.journal import read_step
+    from mmrl.store.journal import read_step
 
     with RunDir.open(path, command=["again"]) as run:
         history = run.history()
@@ -170,7 +170,7 @@ def test_atomic_write_and_append(tmp_path):
 
 
 def test_git_state_of_the_users_folder(tmp_path):
-    from mmrl.report.machine import git_state
+    from mmrl.store.machine import git_state
 
     assert git_state(tmp_path) is None
 

@@ -44,14 +44,14 @@ from mmrl.plan.workload import (
     without_endpoints,
 )
 from mmrl.records import Forest
-from mmrl.report.journal import read_step
-from mmrl.report.rundir import RunDir
 from mmrl.run.build import build_task, evaluation_devices, reward_set
 from mmrl.run.check import plan_problems, process_problems
 from mmrl.run.settle import module_assignment, settle
 from mmrl.run.start import started
 from mmrl.stages.prompts.split import prompt_problems, split
 from mmrl.stages.sft_data import sft_problems
+from mmrl.store.journal import read_step
+from mmrl.store.rundir import RunDir
 
 ONE_GPU = ("auto", "gpu1")
 """Profiles of one GPU, whichever there is."""

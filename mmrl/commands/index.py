@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mmrl.commands.serve import listen, read_token
 from mmrl.config.retriever import (
     BuildIndexArguments,
     IndexArguments,
@@ -24,7 +25,6 @@ from mmrl.retrieval.index_folder import (
 from mmrl.retrieval.select import index_problems, packages_missing, server_problems
 from mmrl.retrieval.serving import make_app
 from mmrl.retrieval.store import PassageStore
-from mmrl.run.serve import listen, read_token
 from mmrl.system.files import user_path
 from mmrl.tasks.data.corpus import Corpus
 

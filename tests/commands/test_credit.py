@@ -8,11 +8,11 @@ import json
 import pytest
 
 from mmrl.cli import main
+from mmrl.commands.credit import Source, credit_all, json_report, table
 from mmrl.config import ALGO_SCHEMAS
 from mmrl.errors import ConfigError, DataError
-from mmrl.report.forest import dump_forest
-from mmrl.report.journal import encode_step, load_rollouts
-from mmrl.run.credit import Source, credit_all, json_report, table
+from mmrl.store.forest import dump_forest
+from mmrl.store.journal import encode_step, load_rollouts
 from mmrl.system.files import dumps
 from tests.helpers import TOP
 from tests.helpers.forests import Grow
@@ -163,7 +163,7 @@ def test_files_that_cannot_be_read(content, says, tmp_path):
     ],
 )
 def test_a_journal_that_was_changed_is_checked_like_a_file(record, change, says, forest, tmp_path):
-    """What is checked: tests/report/test_forest.py."""
+    """What is checked: tests/store/test_forest.py."""
     lines = [line | change if line.get("id") == record else line for line in encode_step(forest, ())]
     path = tmp_path / "step-000001.jsonl"
     path.write_text("\n".join(dumps(line) for line in lines))

@@ -19,14 +19,14 @@ from mmrl.config.base import Section
 from mmrl.errors import CheckpointError, ConfigError, storage
 from mmrl.models.hub import licence_of
 from mmrl.models.merged import require_undamaged
-from mmrl.models.policy import EXTRA, INITIAL, Policy, checkpoint_step, complete_checkpoints, resolve
 from mmrl.models.save import check_template, copy_adapter, copy_full, write_merged, write_tokenizer
 from mmrl.report.card import CardFacts, is_hub_id, model_card, shorten_path, snippets
 from mmrl.report.overview import Overview, damage_named
-from mmrl.report.rundir import RunDir
 from mmrl.report.stats import series
 from mmrl.run.build import build_task
 from mmrl.run.settle import WeightRunConfig, announce_code, module_assignment, weight_run
+from mmrl.store.policy import EXTRA, INITIAL, Policy, checkpoint_step, complete_checkpoints, resolve
+from mmrl.store.rundir import RunDir
 from mmrl.system.files import atomic_dir, dumps, user_path
 from mmrl.tasks import TASKS
 from mmrl.tasks.base import Task
@@ -65,7 +65,7 @@ class Choice:
     modules: Mapping[str, str]
     """Module -> what it speaks with, in words; empty where all share one policy."""
     recorded: Mapping[str, object]
-    """Facts of the folder that `policy=` needs (`models.policy.EXTRA`); empty: none."""
+    """Facts of the folder that `policy=` needs (`store.policy.EXTRA`); empty: none."""
 
     @property
     def folders(self) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from mmrl.cli.hydra import composed
 from mmrl.errors import EngineFailure, LengthFailure, MmrlError, ParseFailure
 from mmrl.report.alarms import alarms
 from mmrl.report.doctor import find
-from mmrl.run.doctor import _doctor_runs
+from mmrl.run.checkup import _doctor_runs
 from mmrl.stages.checkup import examine
 from tests.helpers.configs import collector_of, config_of
 from tests.helpers.programs import Chain, FakeEngine, seeded_letter

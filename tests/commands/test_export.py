@@ -15,10 +15,10 @@ from huggingface_hub import metadata_load
 from safetensors.torch import load_file
 
 from mmrl.cli import main
-from mmrl.models.policy import EXTRA
 from mmrl.models.save import write_tokenizer
-from mmrl.report.journal import read_step
-from mmrl.report.rundir import RunDir
+from mmrl.store.journal import read_step
+from mmrl.store.policy import EXTRA
+from mmrl.store.rundir import RunDir
 from mmrl.tasks.search_program import MultihopQaTask
 from tests.helpers.runs import EVAL, change_config, command, flip, forge, score_of_texts
 
@@ -168,7 +168,7 @@ def test_nothing_is_overwritten_and_nothing_half_written(
     def fails(*_: object) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("mmrl.run.export.model_card", fails)
+    monkeypatch.setattr("mmrl.commands.export.model_card", fails)
     assert main(["export", str(shared), f"out={tmp_path / 'out'}"]) == 130
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "mine"]
 

@@ -1,6 +1,6 @@
 """The run directory: one folder per run, owned by one process at a time, continued after a kill.
 
-Part of `report`; used by `run` and the commands that read runs. Layout:
+Used by `run` and the commands that read runs. Layout:
 
     config.yaml        resolved config            metrics.jsonl   one JSON object per step (two where it was evaluated
     environment.json   versions, machine, git,                    apart from training), keys as in docs/metrics.md
@@ -27,7 +27,7 @@ import yaml
 
 from mmrl.errors import CheckpointError, ConfigError, DataError, storage_error
 from mmrl.records import Example
-from mmrl.report.machine import describe_environment
+from mmrl.store.machine import describe_environment
 from mmrl.system.files import (
     JsonObject,
     append_jsonl,

@@ -1,12 +1,11 @@
 """`mmrl doctor`: problems of a run before it trains, each with the setting to change.
 
-A run is built by its own builders (`run.build`), in a folder that is removed; `mmrl train` looks in the same way, at
-fewer examples and with what it has built, before a run that would take over an hour.
+A run is built by its own builders (`run.build`), in a folder that is removed; before a long run `mmrl train` looks in
+the same way (`run.checkup`).
 """
 
 from __future__ import annotations
 
-import random
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -18,19 +17,15 @@ from mmrl.config import TrainCommandConfig
 from mmrl.config.base import Section
 from mmrl.report.doctor import Played, as_object, find, report
 from mmrl.run.build import build_stage, build_task, check_model
+from mmrl.run.checkup import examined
 from mmrl.run.launch import released
 from mmrl.run.settle import settle
 from mmrl.run.start import started
 from mmrl.stages.step_log import StepLog
-from mmrl.system.files import atomic_write, dumps, plain
+from mmrl.system.files import dumps, plain
 
 if TYPE_CHECKING:
     from mmrl.stages.weights import WeightStage
-
-FEW = 4
-"""Examples that `mmrl train` plays before a long run."""
-FILE = "doctor.json"
-"""In a run directory: the findings before training."""
 
 
 class DoctorArguments(Section):
@@ -72,8 +67,8 @@ def doctor(config: TrainCommandConfig, examples: int, *, as_json: bool) -> int:
 
 def _played(config: TrainCommandConfig, examples: int) -> Played:
     from mmrl.report.progress import Progress
-    from mmrl.report.rundir import RunDir
     from mmrl.report.trackers import Trackers
+    from mmrl.store.rundir import RunDir
     from mmrl.system.stop import stoppable
 
     task = build_task(config.task, config.seed)
@@ -88,51 +83,6 @@ def _played(config: TrainCommandConfig, examples: int) -> Played:
         log = StepLog(rundir=rundir, progress=progress, trackers=Trackers({}), stop=stop)
         stage = cast("WeightStage", build_stage(config, task, log))
         try:
-            return _examined(stage, examples)
+            return examined(stage, examples)
         finally:
             stage.close()
-
-
-def _examined(stage: WeightStage, examples: int) -> Played:
-    # It imports torch, which a refused config need not wait for.
-    import numpy
-    import torch
-
-    from mmrl.stages.checkup import examine
-
-    # A program of the user's may draw from the global sources; what the run draws from them stays as it would be.
-    python_state, numpy_state = random.getstate(), numpy.random.get_state()
-    try:
-        with torch.random.fork_rng():
-            return examine(stage, examples)[0]
-    finally:
-        random.setstate(python_state)
-        numpy.random.set_state(numpy_state)
-
-
-def check_before_training(stage: WeightStage, log: StepLog) -> None:
-    """Play a few examples before training where `run.doctor` says so; print and keep the findings.
-
-    It stops no run: what so few examples show is for a person to judge.
-    """
-    config = stage.config
-    if not log.processes.first(_doctor_runs(config, log.rundir.path / FILE)):
-        return
-    facts = _examined(stage, FEW)
-    findings = find(facts)
-    if log.processes.main:
-        log.progress.note(f"before training (run.doctor=false leaves this out):\n{report(facts, findings)}")
-        atomic_write(log.rundir.path / FILE, dumps(as_object(facts, findings), indent=1) + "\n")
-
-
-def _doctor_runs(config: TrainCommandConfig, findings: Path) -> bool:
-    """True if `mmrl train` plays examples before training.
-
-    Args:
-        findings: what a start of this run that was killed may have left.
-    """
-    # A resumed start would print the same findings again, and they cost rollouts.
-    if findings.exists():
-        return False
-    # Runs on a CPU are small, and are mostly watched to their end.
-    return config.hardware.device != "cpu" if config.run.doctor == "auto" else config.run.doctor

@@ -1,0 +1,66 @@
+"""A few examples played before training, at what a run has built: what is wrong is printed, and stops no run."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mmrl.config import TrainCommandConfig
+from mmrl.report.doctor import Played, as_object, find, report
+from mmrl.stages.step_log import StepLog
+from mmrl.system.files import atomic_write, dumps
+
+if TYPE_CHECKING:
+    from mmrl.stages.weights import WeightStage
+
+FEW = 4
+"""Examples that `mmrl train` plays before a long run."""
+FILE = "doctor.json"
+"""In a run directory: the findings before training."""
+
+
+def examined(stage: WeightStage, examples: int) -> Played:
+    """Play a few examples; leaves all sources of random numbers as they were."""
+    # It imports torch, which a refused config need not wait for.
+    import numpy
+    import torch
+
+    from mmrl.stages.checkup import examine
+
+    # A program of the user's may draw from the global sources; what the run draws from them stays as it would be.
+    python_state, numpy_state = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            return examine(stage, examples)[0]
+    finally:
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
+
+
+def check_before_training(stage: WeightStage, log: StepLog) -> None:
+    """Play a few examples before training where `run.doctor` says so; print and keep the findings.
+
+    It stops no run: what so few examples show is for a person to judge.
+    """
+    config = stage.config
+    if not log.processes.first(_doctor_runs(config, log.rundir.path / FILE)):
+        return
+    facts = examined(stage, FEW)
+    findings = find(facts)
+    if log.processes.main:
+        log.progress.note(f"before training (run.doctor=false leaves this out):\n{report(facts, findings)}")
+        atomic_write(log.rundir.path / FILE, dumps(as_object(facts, findings), indent=1) + "\n")
+
+
+def _doctor_runs(config: TrainCommandConfig, findings: Path) -> bool:
+    """True if `mmrl train` plays examples before training.
+
+    Args:
+        findings: what a start of this run that was killed may have left.
+    """
+    # A resumed start would print the same findings again, and they cost rollouts.
+    if findings.exists():
+        return False
+    # Runs on a CPU are small, and are mostly watched to their end.
+    return config.hardware.device != "cpu" if config.run.doctor == "auto" else config.run.doctor
