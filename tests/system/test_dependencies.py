@@ -10,6 +10,7 @@ from pathlib import Path
 ROOT, OURS = Path(__file__).parents[2], ("mmrl", "scripts", "tests")
 
 LOADED_BY_OTHERS = {
+    "optuna": "DSPy, for MIPROv2",
     "deepspeed": "accelerate",
     "hydra-submitit-launcher": "Hydra",
     "hydra-optuna-sweeper": "Hydra",
