@@ -106,6 +106,16 @@ def _of_weights(keys: str, why: str) -> Idle[Case]:
     return Idle(keys, lambda c: c.kind == "prompts", lambda c: f"with algo={c.algo.name}, which {why}")
 
 
+_OF_WEIGHTS = (
+    _of_weights("eval.every run.doctor", "evaluates before and after, and trains no weights"),
+    _of_weights("model.lora model.modules model.gradient_checkpointing", "trains no weights"),
+    _of_weights(
+        "hardware.nodes hardware.ray hardware.sharding hardware.cpu_offload", "runs in one process of this machine"
+    ),
+)
+OF_WEIGHTS = ("train", *(key for rule in _OF_WEIGHTS for key in rule.keys.split()))
+"""Keys and sections of runs that train weights alone."""
+
 # For any value but the default, set by the user or by a config file:
 RUNS: tuple[Idle[Case], ...] = (
     Idle(
@@ -290,11 +300,7 @@ TYPED: tuple[Idle[Case], ...] = (
         lambda c: c.kind == "sft" and c.algo.source != "rollouts",
         "without rollouts; set algo.source=rollouts",
     ),
-    _of_weights("eval.every run.doctor", "evaluates before and after, and trains no weights"),
-    _of_weights("model.lora model.modules model.gradient_checkpointing", "trains no weights"),
-    _of_weights(
-        "hardware.nodes hardware.ray hardware.sharding hardware.cpu_offload", "runs in one process of this machine"
-    ),
+    *_OF_WEIGHTS,
     Idle(
         "hardware.processes",
         lambda c: c.kind == "prompts" and c.sampler != "vllm_server",

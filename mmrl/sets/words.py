@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
+from mmrl.config.rules import OF_WEIGHTS
 from mmrl.config.schema import stage_schema
 from mmrl.config.validate import as_tuples, explain
 from mmrl.errors import ConfigError, refuse, unknown
@@ -86,7 +87,7 @@ def words_of(
 def words_of_steps(words: Sequence[str], steps: Sequence[str], config_dir: str | None = None) -> dict[str, list[str]]:
     """Return the overrides of each step of `algo=A+B`: those of all steps, and its own (`A.KEY=VALUE`), which win.
 
-    Keys of `train` that are typed for all hold for the steps that train weights, where there are any.
+    Keys about weights that are typed for all hold for the steps that train some, where there are any.
 
     Raises:
         ConfigError: a name that is no algorithm; every key of no step, or that all share.
@@ -112,7 +113,7 @@ def words_of_steps(words: Sequence[str], steps: Sequence[str], config_dir: str |
     training = {step: "train" in stage_schema(step).model_fields for step in steps}
     return {
         step: later_wins(
-            [f"algo={step}", *(w for w in shared if trains or not (any(training.values()) and is_below(w, ("train",))))]
+            [f"algo={step}", *(w for w in shared if trains or not (any(training.values()) and is_below(w, OF_WEIGHTS)))]
             + own[step]
         )
         for step, trains in training.items()

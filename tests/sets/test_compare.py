@@ -117,10 +117,11 @@ def test_a_comparison_killed_in_any_step_goes_on_there(killed, calls, monkeypatc
     assert all("from=" in line for line in later)
 
 
-def test_keys_of_training_hold_for_the_steps_that_train_weights(calls):
-    assert main(["compare", "algo=miprov2+mmgrpo", "task=banking77", "train.steps=2", "miprov2.algo.auto=light"]) == 0
+def test_keys_about_weights_hold_for_the_steps_that_train_some(calls):
+    about_weights = ["train.steps=2", "eval.every=1", "model.lora.r=4"]
+    assert main(["compare", "algo=miprov2+mmgrpo", "task=banking77", *about_weights, "miprov2.algo.auto=light"]) == 0
     prompts, weights = calls()
-    assert "train.steps" not in prompts and "train.steps=2" in weights
+    assert all(word in weights and word not in prompts for word in about_weights)
     assert "algo.auto=light" in prompts and "algo.auto" not in weights
 
 
