@@ -97,7 +97,7 @@ def _origin(request: CreditRequest, source: Source, width: int | None) -> list[s
     facts = [f"{request.folder} step {request.step}", f"seed {request.seed}"]
     facts += [f"{algo.name}: {algo.minibatches} mini-batches" for algo in request.algos if algo.minibatches > 1]
     facts += [f"frozen: {', '.join(source.frozen)}"] if source.frozen else []
-    left_out = len(_left_out(source.forest))
+    left_out = len(_untrained_examples(source.forest))
     facts += [f"{left_out} examples sampled and not trained on"] if left_out else []
     facts.append("as trained" if request.as_trained else "not as trained: settings were changed")
     return [filled(" · ".join(facts), width)]
@@ -122,11 +122,11 @@ def recorded_step(request: CreditRequest) -> Source:
     forest, entries = read_step(run, request.step)
     check_forest(forest, str(run.journal_path(request.step)))
     frozen = module_assignment(config, forest.modules).frozen
-    left_out = _left_out(forest)
+    left_out = _untrained_examples(forest)
     return Source(forest.part(e for e in forest.examples if e not in left_out), frozen, entries)
 
 
-def _left_out(forest: Forest) -> Sequence[str]:
+def _untrained_examples(forest: Forest) -> Sequence[str]:
     """Return the examples that a step did not train on: dynamic sampling journals everything that it sampled."""
     left_out: Sequence[str] = forest.meta.get("refill", {}).get("left_out", ())
     return left_out

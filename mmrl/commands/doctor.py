@@ -15,7 +15,7 @@ from rich.console import Console
 
 from mmrl.config import TrainCommandConfig
 from mmrl.config.base import Section
-from mmrl.report.doctor import Played, as_object, find, report
+from mmrl.report.doctor import Probe, as_object, find, report
 from mmrl.run.build import build_stage, build_task, check_model
 from mmrl.run.checkup import examined
 from mmrl.run.launch import released
@@ -65,7 +65,7 @@ def doctor(config: TrainCommandConfig, examples: int, *, as_json: bool) -> int:
     return int(any(finding.useless for finding in findings))
 
 
-def _played(config: TrainCommandConfig, examples: int) -> Played:
+def _played(config: TrainCommandConfig, examples: int) -> Probe:
     from mmrl.report.progress import Progress
     from mmrl.report.trackers import Trackers
     from mmrl.store.rundir import RunDir

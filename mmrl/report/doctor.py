@@ -58,7 +58,7 @@ RETRIES = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Played:
+class Probe:
     """Rollouts that the doctor played."""
 
     title: str
@@ -102,7 +102,7 @@ def _middle(key: str) -> str:
     return key.split("/", 1)[1].rpartition("/")[0]
 
 
-def find(played: Played) -> list[Finding]:
+def find(played: Probe) -> list[Finding]:
     """Return the findings of a played step, those first that make training useless."""
     raised = alarms([{"step": 0, **played.metrics}], window=1, extra=tuple(_rules(played)))
     names = {alarm.name for alarm in raised}
@@ -129,12 +129,12 @@ def find(played: Played) -> list[Finding]:
     return sorted(findings, key=lambda finding: not finding.useless)
 
 
-def _stops(kind: str, share: float, played: Played) -> bool:
+def _stops(kind: str, share: float, played: Probe) -> bool:
     """True where failures of a kind leave nothing to train on; those that the model causes have a failure rule."""
     return share >= ALL_FAILED if kind in MODEL_CAUSED else share > played.max_failed_share
 
 
-def _useless(alarm: Alarm, played: Played, constant: bool) -> bool:
+def _useless(alarm: Alarm, played: Probe, constant: bool) -> bool:
     value = played.metrics.get(alarm.key, 0.0)
     if alarm.key.startswith(FAILED):
         kind = alarm.key.removeprefix(FAILED)
@@ -152,14 +152,14 @@ def _useless(alarm: Alarm, played: Played, constant: bool) -> bool:
     }.get(alarm.name, False)
 
 
-def _sample(alarm: Alarm, played: Played) -> str:
+def _sample(alarm: Alarm, played: Probe) -> str:
     if alarm.name not in ("never_parses", "seldom_parses") or not alarm.key.startswith("module/"):
         return ""
     reply = played.unread.get(_middle(alarm.key))
     return f"; for example {_quoted(reply)!r}" if reply else ""
 
 
-def _rules(played: Played) -> Iterator[AlarmRule]:
+def _rules(played: Probe) -> Iterator[AlarmRule]:
     """Yield the rules that only the doctor has."""
     metrics, records = played.metrics, [played.metrics]
     for kind in FAILURES.keys() - MODEL_CAUSED:
@@ -200,7 +200,7 @@ def verdict(findings: Sequence[Finding]) -> str:
     return "it can be trained" + (f", with {len(findings)} warning{'s'[: len(findings) > 1]}" if findings else "")
 
 
-def report(played: Played, findings: Sequence[Finding]) -> str:
+def report(played: Probe, findings: Sequence[Finding]) -> str:
     """Return the metrics, findings and verdict as text."""
     metrics = played.metrics
     rollouts, room = metrics["rollouts/count"], f" (context {played.max_context})" if played.max_context else ""
@@ -214,7 +214,7 @@ def report(played: Played, findings: Sequence[Finding]) -> str:
     return "\n\n".join(blocks)
 
 
-def as_object(played: Played, findings: Sequence[Finding]) -> dict[str, object]:
+def as_object(played: Probe, findings: Sequence[Finding]) -> dict[str, object]:
     """Return the metrics, findings and verdict as JSON."""
     return {
         "version": 2,

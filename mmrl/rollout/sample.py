@@ -97,7 +97,7 @@ class _Tree:
                 event.call = replace(event.call, penalty=self.env.settings.caught_parse_penalty)
         if self.plan.exchange is not None and rollout.reward is not None:
             outcomes, calls = await self._without_modules(self.plan.exchange, ctx)
-            rollout = replace(rollout, counterfactuals=outcomes, calls_again=calls)
+            rollout = replace(rollout, counterfactuals=outcomes, counterfactual_calls=calls)
         self.rollouts.append((tuple(name), rollout, ctx.calls))
         if self.plan.growth is not None:
             self.tapes.append(ctx.events)

@@ -24,7 +24,7 @@ from mmrl.sets.cells import (
     LEAST_ITEMS,
     LEAST_SEEDS,
     Interval,
-    Scored,
+    RunResult,
     SetResult,
     Value,
     behaviour_in,
@@ -143,7 +143,7 @@ def learning_part(result: SetResult, column: str) -> Part:
     return Part(title, _summary_rows(result, column, runs_by_row), LEARNS)
 
 
-def _summary_rows(result: SetResult, column: str, runs_by_row: Mapping[str, Sequence[Scored]]) -> Rows:
+def _summary_rows(result: SetResult, column: str, runs_by_row: Mapping[str, Sequence[RunResult]]) -> Rows:
     """Return a line per row: means over seeds, the range of the differences, behaviour before and after."""
     all_runs = [run for runs in runs_by_row.values() for run in runs]
     listed = [b for b in BEHAVIOUR if any(behaviour_in(run.latest, b) is not None for run in all_runs)]
@@ -178,7 +178,7 @@ def _mean(values: Sequence[float], format_value: Callable[[float], str] = fixed)
     return format_value(fmean(values)) if values else "-"
 
 
-def _learns(runs: Sequence[Scored], seed_count: int) -> str:
+def _learns(runs: Sequence[RunResult], seed_count: int) -> str:
     """Return `yes`, `no` or `undecided`, with what it rests on."""
     decided = [run.learned for run in runs if run.learned is not None]
     # One seed below the threshold decides: all seeds have to learn.
@@ -196,7 +196,7 @@ def _learns(runs: Sequence[Scored], seed_count: int) -> str:
     return f"undecided ({len(decided)} of {max(LEAST_SEEDS, seed_count)} seeds)"
 
 
-def _cost_rows(runs_by_row: Mapping[str, Sequence[Scored]]) -> Rows:
+def _cost_rows(runs_by_row: Mapping[str, Sequence[RunResult]]) -> Rows:
     """Return a line per row: the mean cost of its runs so far."""
     means = pandas.DataFrame([pandas.DataFrame([run.costs for run in runs]).mean() for runs in runs_by_row.values()])
     means = means.loc[:, means.any()]
@@ -207,7 +207,7 @@ def _cost_rows(runs_by_row: Mapping[str, Sequence[Scored]]) -> Rows:
     return rows
 
 
-def _seed_rows(runs_by_row: Mapping[str, Sequence[Scored]]) -> Rows:
+def _seed_rows(runs_by_row: Mapping[str, Sequence[RunResult]]) -> Rows:
     """Return a line per run: paired difference with its interval."""
     table = [["row", "seed", "items", "before", "after", "difference", "95 % interval", "time", "state"]]
     for row, run in ((row, run) for row, runs in runs_by_row.items() for run in runs):

@@ -8,11 +8,11 @@ from dataclasses import replace
 from mmrl.config import EvalCommandConfig, TrainCommandConfig
 from mmrl.errors import MmrlError
 from mmrl.report.text import align
-from mmrl.sets.queue import SetRun, by_cell
+from mmrl.sets.queue import PlannedRun, by_cell
 from scripts.papers.spec import Table
 
 
-def cost_text(table: Table, missing: Sequence[SetRun]) -> str:
+def cost_text(table: Table, missing: Sequence[PlannedRun]) -> str:
     """Format GPU hours (H100; CPU hours for runs on it) of missing runs, by command, row and column."""
     rows, total = [["", "row", "runs", "device-hours", ""]], 0.0
     for (command, row, column), runs in by_cell(missing).items():
@@ -29,7 +29,7 @@ def cost_text(table: Table, missing: Sequence[SetRun]) -> str:
     return "\n".join(["cost by mmrl plan, runs that optimise prompts not counted:", align(rows)])
 
 
-def device_hours(run: SetRun, items: int | None) -> tuple[float, int]:
+def device_hours(run: PlannedRun, items: int | None) -> tuple[float, int]:
     """Return the hours of a run by `mmrl plan`, and the devices that it takes.
 
     Args:
