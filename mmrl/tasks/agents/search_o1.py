@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from typing_extensions import override
+
 from mmrl.records import Call, Example
 from mmrl.tasks.agents.tags import disarm_markers, final_query
 from mmrl.tasks.agents.turns import Addition, ReasonerPrediction, ReasonerTask, TurnAgent, Turns, action_facts
@@ -122,8 +124,8 @@ class SearchO1Task(ReasonerTask):
 
     templates = TEMPLATES
 
+    @override
     def make_program(self, prompts: Prompts) -> SearchO1:
-        """See `OpenQaTask.make_program`."""
         return SearchO1(prompts, self.config, self.config.max_turns)
 
     def score_call(self, call: Call) -> ModuleScore:

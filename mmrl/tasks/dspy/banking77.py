@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar, TypedDict
 
 from pydantic import AliasChoices, BaseModel, Field
+from typing_extensions import override
 
 from mmrl import rng
 from mmrl.config.base import SPLITS
@@ -50,8 +51,9 @@ class Banking77Task(DspyTask):
     failed_metrics: ClassVar[Mapping[str, float]] = {"em": 0.0}
     places = SAMPLE
 
+    @override
     def load(self) -> Mapping[str, Sequence[Example]]:
-        """See `DspyTask.load`; the labels are known after it."""
+        """The labels are known after it."""
         examples = super().load()
         # Without a label file the first source's labels are the classes (all of the mini world's); a label that only
         # another one has would be unreachable.
@@ -62,12 +64,12 @@ class Banking77Task(DspyTask):
         self._check_labels(examples, f"task.data.{first}" if self.config.labels is None else "task.labels")
         return {split: self._sample(split, examples[split]) for split in SPLITS}
 
+    @override
     def mini(self, split: str) -> Sequence[Example]:
-        """See `DspyTask.mini`."""
         return mini_records(split, "support")
 
+    @override
     def read(self, split: str) -> Sequence[Example]:
-        """See `DspyTask.read`."""
         return self.read_all(split, self._example)
 
     def _example(self, key: str, row: Row, number: str) -> Example:
@@ -100,8 +102,8 @@ class Banking77Task(DspyTask):
         order = sorted(examples, key=lambda example: rng.digest("banking77", SAMPLE_SEED, example.inputs["text"]))
         return self.sampled(split, order, "rows")
 
+    @override
     def make_program(self) -> object:
-        """See `DspyTask.make_program`."""
         from mmrl.tasks.dspy.built_in import Banking77
 
         return Banking77(self.labels)
@@ -111,8 +113,8 @@ class Banking77Task(DspyTask):
         hit = float(prediction["label"] == example.metadata["label"])
         return Score(reward=hit, metrics={"em": hit}, parts={"em": hit})
 
+    @override
     def describe(self) -> Mapping[str, object]:
-        """See `mmrl.tasks.base.Task.describe`."""
         facts = {**super().describe(), "labels": len(self.labels)}
         drawn = self.config.sample == "paper" and not SAMPLE.keys().isdisjoint(self.sources)
         return facts | ({"sample": f"the paper's, drawn with seed {SAMPLE_SEED}"} if drawn else {})

@@ -13,6 +13,8 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from typing_extensions import override
+
 from mmrl.config.base import SPLITS
 from mmrl.config.tasks import TaskConfig
 from mmrl.errors import ConfigError, DataError, gathered, refuse
@@ -145,8 +147,8 @@ class DspyTask(Task):
         """Read the rows of a split's source."""
         return Source(f"task.data.{split}", self.sources[split]).rows(split)
 
+    @override
     def examples(self, split: str) -> Sequence[Example]:
-        """See `mmrl.tasks.base.Task.examples`."""
         return self._examples[split]
 
     def sampled(self, split: str, items: Sequence[T], what: str) -> Sequence[T]:
@@ -170,8 +172,8 @@ class DspyTask(Task):
             log.warning("%s", problem)
         return items[first:end]
 
+    @override
     def describe(self) -> Mapping[str, object]:
-        """See `mmrl.tasks.base.Task.describe`."""
         data = ", ".join(f"{split} {readable(spec)}" for split, spec in self.sources.items()) or "mini world"
         return {"data": data, **{f"{split} items": len(self._examples[split]) for split in SPLITS}}
 

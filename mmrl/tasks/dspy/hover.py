@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypedDict
 
 from pydantic import BaseModel, BeforeValidator, Field, StrictInt
+from typing_extensions import override
 
 from mmrl.config.tasks import HoverConfig
 from mmrl.errors import ConfigError, DataError, gathered, refuse
@@ -107,12 +108,13 @@ class HoverTask(DspyTask):
             )
         return next(iter(corpora.values()), mini_corpus())
 
+    @override
     def mini(self, split: str) -> Sequence[Example]:
-        """See `DspyTask.mini`."""
         return mini_records(split, "claims")
 
+    @override
     def read(self, split: str) -> Sequence[Example]:
-        """See `DspyTask.read`: the paper keeps one claim of each HotpotQA question."""
+        """The paper keeps one claim of each HotpotQA question."""
         key = f"task.data.{split}"
         claims = []
         questions: list[str] = []
@@ -146,8 +148,8 @@ class HoverTask(DspyTask):
         each, last = PAPER_TOP_K if self.sources else MINI_TOP_K
         return self.config.hop_top_k or each, self.config.last_top_k or last
 
+    @override
     def make_program(self) -> object:
-        """See `DspyTask.make_program`."""
         from mmrl.tasks.dspy.built_in import Hover
 
         return Hover(self.config.search_hops, *self.top_k, self.config.passages)
@@ -164,8 +166,8 @@ class HoverTask(DspyTask):
         results = self.search_tool.search(queries, [top_k] * len(queries), CORPUS)
         return [str(passage["long_text"]) for passage in _passages(results)]
 
+    @override
     def close(self) -> None:
-        """See `mmrl.tasks.base.Task`."""
         self.search_tool.close()
 
     def score(self, example: Example, prediction: HoverPrediction, path: Sequence[Call], reward_set: str) -> Score:
@@ -182,8 +184,8 @@ class HoverTask(DspyTask):
             parts={reward_set: reward},
         )
 
+    @override
     def describe(self) -> Mapping[str, object]:
-        """See `mmrl.tasks.base.Task.describe`."""
         config, (each, last) = self.config, self.top_k
         facts = dict(super().describe())
         if self.sources:

@@ -13,6 +13,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from typing_extensions import override
+
 from mmrl.config.tasks import DspyProgramConfig, TaskConfig
 from mmrl.errors import ConfigError, DataError, ProgramFailure, RewardFailure, gathered, refuse
 from mmrl.records import EMPTY, LARGEST, Call, Example
@@ -131,12 +133,12 @@ class RecordTask(DspyTask):
         """Return the metadata of a record, for the reward: the whole record."""
         return dict(record)
 
+    @override
     def make_program(self) -> object:
-        """See `DspyTask.make_program`."""
         return self._program
 
+    @override
     def read(self, split: str) -> Sequence[Example]:
-        """See `DspyTask.read`."""
         return self.read_all(split, self._example)
 
     def _example(self, key: str, row: Row, number: str) -> Example:
@@ -237,8 +239,8 @@ class ImportedTask(RecordTask):
                     feedback[name] = about[""]
         return replace(score, feedback=feedback)
 
+    @override
     def describe(self) -> Mapping[str, object]:
-        """See `mmrl.tasks.base.Task.describe`."""
         paths = {"program": self.config.program, "metric": self.config.metric}
         return {**super().describe(), **{name: readable(str(path)) for name, path in paths.items()}}
 

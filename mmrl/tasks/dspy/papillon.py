@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
 from pydantic import AliasChoices, BaseModel, Field
+from typing_extensions import override
 
 from mmrl.config.tasks import PapillonConfig
 from mmrl.engines.openai import OpenAIChat
@@ -86,12 +87,13 @@ class PapillonTask(DspyTask):
         self.by_rule = make_external()
         self.tools = {"external": self.ask_external}
 
+    @override
     def mini(self, split: str) -> Sequence[Example]:
-        """See `DspyTask.mini`."""
         return mini_records(split, "requests")
 
+    @override
     def read(self, split: str) -> Sequence[Example]:
-        """See `DspyTask.read`; rows without a target are left out."""
+        """Rows without a target are left out."""
         key = f"task.data.{split}"
         numbered: Sequence[tuple[int, Row]] = list(enumerate(self.rows(split)))
         if self.config.sample == "paper":
@@ -116,8 +118,8 @@ class PapillonTask(DspyTask):
             raise DataError(f"{key}: {self.sources[split]}: target_response is empty in every row that is used")
         return examples
 
+    @override
     def make_program(self) -> object:
-        """See `DspyTask.make_program`."""
         from mmrl.tasks.dspy.built_in import Papillon
 
         return Papillon()
@@ -159,8 +161,8 @@ class PapillonTask(DspyTask):
             parts={"quality": quality, "leakage": leakage},
         )
 
+    @override
     def describe(self) -> Mapping[str, object]:
-        """See `mmrl.tasks.base.Task.describe`."""
         external = "rule-based external model" if self.external is None else self.external.describe()
         facts = {**super().describe(), "external model": external, "judge": self.judges.describe()}
         if self.sources and self.config.sample == "paper":
