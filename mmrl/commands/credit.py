@@ -181,24 +181,18 @@ def unlike_journal(credit: Credit, recorded: Sequence[JsonObject]) -> str:
 
 def json_report(algos: Sequence[AlgoConfig], forest: Forest, credits: Sequence[Credit]) -> str:
     """Return an object, or a list for several algorithms: the contents of the table, and every token's numbers."""
-    records = [_credit_json(algo, forest, credit) for algo, credit in zip(algos, credits, strict=True)]
+    records: list[JsonObject] = []
+    for algo, credit in zip(algos, credits, strict=True):
+        split, credited = minibatches(forest.examples, algo.minibatches), {entry.call for entry in credit.entries}
+        calls = []
+        for entry in credit.entries:
+            call = forest.calls[entry.call]
+            numbers = {field.name: getattr(entry, field.name) for field in fields(Entry) if field.name != "call"}
+            calls.append({"id": call.id, "module": call.module, "minibatch": split[call.example], **numbers})
+        without = [call for call in forest.calls if call not in credited]
+        facts = {"version": VERSION, "algo": credit.algo, "step": forest.step}
+        records.append({**facts, "calls": calls, "calls_without_entry": without})
     return json.dumps(records[0] if len(records) == 1 else records, indent=1)
-
-
-def _credit_json(algo: AlgoConfig, forest: Forest, credit: Credit) -> dict[str, object]:
-    split, credited = minibatches(forest.examples, algo.minibatches), {entry.call for entry in credit.entries}
-    calls = []
-    for entry in credit.entries:
-        call = forest.calls[entry.call]
-        numbers = {field.name: getattr(entry, field.name) for field in fields(Entry) if field.name != "call"}
-        calls.append({"id": call.id, "module": call.module, "minibatch": split[call.example], **numbers})
-    return {
-        "version": VERSION,
-        "algo": credit.algo,
-        "step": forest.step,
-        "calls": calls,
-        "calls_without_entry": [call for call in forest.calls if call not in credited],
-    }
 
 
 def table(algos: Sequence[AlgoConfig], forest: Forest, credits: Sequence[Credit], width: int | None = None) -> str:

@@ -15,7 +15,6 @@ from mmrl.models.hub import encoder_problems
 from mmrl.retrieval.base import Retriever
 from mmrl.retrieval.index_folder import (
     IndexInfo,
-    IndexSpec,
     build_index,
     open_index,
     partial_of,
@@ -45,7 +44,10 @@ def build(arguments: BuildIndexArguments) -> None:
     refuse(f"mmrl index build: {problem}" for problem in problems)
     spec = spec_of(section)
     goes_on = f", continuing the build in {partial_of(folder)}" if partial_of(folder).is_dir() else ""
-    print(f"index: {_spec_text(spec)} -> {folder}{goes_on}", flush=True)
+    # Prompts end in spaces: in quotes.
+    settings = {n: repr(v) if isinstance(v, str) and v != v.strip() else v for n, v in spec.settings.items() if v != ""}
+    text = ", ".join(f"{name} {value}" for name, value in settings.items())
+    print(f"index: {spec.kind} ({text}) -> {folder}{goes_on}", flush=True)
     try:
         built = build_index(
             folder,
@@ -77,13 +79,6 @@ def serve(arguments: ServeIndexArguments) -> None:
     }
     app = make_app(retriever, served, max_batch=arguments.max_batch, token=token)
     listen(app, arguments, "listening on {url}")
-
-
-def _spec_text(spec: IndexSpec) -> str:
-    """Return the kind and settings in one line."""
-    # Prompts end in spaces: in quotes.
-    settings = {n: repr(v) if isinstance(v, str) and v != v.strip() else v for n, v in spec.settings.items() if v != ""}
-    return f"{spec.kind} ({', '.join(f'{name} {value}' for name, value in settings.items())})"
 
 
 def _opened(arguments: IndexArguments) -> tuple[IndexInfo, Retriever, PassageStore]:

@@ -123,7 +123,10 @@ def find(played: Probe) -> list[Finding]:
         same_name = [alarm for alarm in raised if alarm.name == name]
         module_alarms = [alarm for alarm in same_name if alarm.key.startswith("module/")]
         for alarm in module_alarms or same_name[:1]:
-            message = alarm.message + _sample(alarm, played)
+            message = alarm.message
+            unread = module_alarms and name in ("never_parses", "seldom_parses")
+            if unread and (reply := played.unread.get(_middle(alarm.key))):
+                message += f"; for example {_quoted(reply)!r}"
             useless = _useless(alarm, played, constant)
             findings.append(Finding(name=name, key=alarm.key, useless=useless, message=message))
     return sorted(findings, key=lambda finding: not finding.useless)
@@ -150,13 +153,6 @@ def _useless(alarm: Alarm, played: Probe, constant: bool) -> bool:
         "no_gold": value == 0,
         "packing": True,
     }.get(alarm.name, False)
-
-
-def _sample(alarm: Alarm, played: Probe) -> str:
-    if alarm.name not in ("never_parses", "seldom_parses") or not alarm.key.startswith("module/"):
-        return ""
-    reply = played.unread.get(_middle(alarm.key))
-    return f"; for example {_quoted(reply)!r}" if reply else ""
 
 
 def _rules(played: Probe) -> Iterator[AlarmRule]:

@@ -206,7 +206,8 @@ class RolloutContext(Context):
     @property
     def empty_searches(self) -> float:
         """Share of its tool results that should be a list and have nothing in it; 0 without such a tool."""
-        results = [e.outcome.result() for e in self.events if e.kind == "tool" and _succeeded(e.outcome)]
+        ended = [e.outcome for e in self.events if e.kind == "tool" and e.outcome.done() and not e.outcome.cancelled()]
+        results = [outcome.result() for outcome in ended if outcome.exception() is None]
         lists = [result for result in results if isinstance(result, list | tuple)]
         return sum(not result for result in lists) / len(lists) if lists else 0.0
 
@@ -375,10 +376,6 @@ class RolloutContext(Context):
 
 Substitute: TypeAlias = Callable[[RolloutContext, Generation, int], Awaitable[tuple[Completion, str]]]
 """Takes a rollout's context, a generation and the number of the attempt; returns the completion and its text."""
-
-
-def _succeeded(outcome: asyncio.Future[object]) -> bool:
-    return outcome.done() and not outcome.cancelled() and outcome.exception() is None
 
 
 def _to_text(messages: Sequence[Message] | str) -> str:

@@ -90,15 +90,6 @@ def after_training(result: SetResult, value: Value) -> str:
     return number(result, value.mean, value.std) + seeds + (MARK if value.other and value.seeds else "")
 
 
-def _cell_rows(result: SetResult) -> Rows:
-    """Return a line per cell."""
-    rows = [["row", "column", "after", "std", "seeds", "95 % interval", "items", "settings"]]
-    for value in result.values:
-        mean, std = number(result, value.mean), number(result, value.std)
-        rows.append([value.row, value.label, mean, std, *cell_facts(result, value)])
-    return rows
-
-
 def cell_facts(result: SetResult, value: Value) -> list[str]:
     """Return what a value rests on: seeds, interval, items, and settings that are not the set's."""
     between = f"[{', '.join(number(result, end) for end in value.interval)}]" if value.interval else ""
@@ -254,7 +245,11 @@ class SetPage:
     @property
     def cells(self) -> Rows:
         """A line per cell."""
-        return _cell_rows(self.result)
+        result, rows = self.result, [["row", "column", "after", "std", "seeds", "95 % interval", "items", "settings"]]
+        for value in result.values:
+            mean, std = number(result, value.mean), number(result, value.std)
+            rows.append([value.row, value.label, mean, std, *cell_facts(result, value)])
+        return rows
 
     @cached_property
     def figure(self) -> SetFigure | None:

@@ -95,7 +95,10 @@ class OpenQaTask(Task, PromptedTask):
         self.tools: Mapping[str, Tool] = {"search": self._search} if self.searches else {}
         self.program = self.make_program(self.all_prompts)
         # Warnings last: a task that is refused should say nothing else.
-        self._warn()
+        # Splits may share a file here (a corpus is made of all of them), but nobody should learn so by accident.
+        for sentence in same_rows(config.data.files).values():
+            log.warning("task.data: %s: what is evaluated may have been trained on", sentence)
+        warn_of_gaps(self.gold_shares, "questions have their gold titles, or an answer, in the corpus")
 
     def as_asked(self, question: str) -> str:
         """Return a data file's question as it is in prompts."""
@@ -159,12 +162,6 @@ class OpenQaTask(Task, PromptedTask):
                 to_example(replace(record, question=self.as_asked(record.question)), corpus) for record in records
             ]
         return subset_of(examples, split, seed, self.config.data.items_of(split))
-
-    def _warn(self) -> None:
-        # Splits may share a file here (a corpus is made of all of them), but nobody should learn so by accident.
-        for sentence in same_rows(self.config.data.files).values():
-            log.warning("task.data: %s: what is evaluated may have been trained on", sentence)
-        warn_of_gaps(self.gold_shares, "questions have their gold titles, or an answer, in the corpus")
 
     @cached_property
     def gold_shares(self) -> dict[str, float]:
