@@ -54,18 +54,18 @@ def doctor(config: TrainCommandConfig, examples: int, *, as_json: bool) -> int:
     single |= {"rollout_devices": min(1, hardware.rollout_devices)}
     config = settle(started(config).model_copy(update={"hardware": hardware.model_copy(update=single)}))
     check_model(config)
-    facts = _played(config, examples)
-    findings = find(facts)
+    probe = _probe(config, examples)
+    findings = find(probe)
     if as_json:
-        print(dumps(as_object(facts, findings), indent=1))
+        print(dumps(as_object(probe, findings), indent=1))
     else:
         several = hardware.processes * hardware.nodes
         note = f"\n(on one process; the run has {several})" if several > 1 else ""
-        print(report(facts, findings) + note)
+        print(report(probe, findings) + note)
     return int(any(finding.useless for finding in findings))
 
 
-def _played(config: TrainCommandConfig, examples: int) -> Probe:
+def _probe(config: TrainCommandConfig, examples: int) -> Probe:
     from mmrl.report.progress import Progress
     from mmrl.report.trackers import Trackers
     from mmrl.store.rundir import RunDir

@@ -22,7 +22,7 @@ from mmrl.errors import MmrlError
 from mmrl.report.overview import Item, Overview
 from mmrl.report.stats import Difference, paired_difference, series, stratified_interval
 from mmrl.sets.queue import CellRun, PlannedRun
-from mmrl.sets.settings import VARYING, differing, seeds_text, settings_text
+from mmrl.sets.settings import VARYING, differing, seeds_text
 from mmrl.sets.spec import SetSpec
 from mmrl.store.rundir import RunDir
 
@@ -371,13 +371,13 @@ class SetResult:
         def listed(read: Callable[[Overview], object]) -> str:
             return "; ".join(dict.fromkeys(str(text) for run in overviews if (text := read(run))))
 
-        own = self.spec.seeds if self.queue else ()
+        own, marked = self.spec.seeds if self.queue else (), "; what is marked * was not made with the set's own"
         facts = {
             **self.about,
             "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
             "cells": f"{self.done} of {self.total}",
             "command": shlex.join(self.command),
-            "settings": settings_text(self.settings, any(run.other for run in self.queue)),
+            "settings": shlex.join(self.settings) + marked * any(run.other for run in self.queue),
             "seeds": seeds_text({row: [run.seed for run in runs] for (row, _), runs in self.runs.items()}, own),
             "commit": listed(lambda run: str((run.environment.get("mmrl_git") or {}).get("commit", "-"))[:10]),
             "machine": listed(lambda run: run.environment.get("cpu", "-")),

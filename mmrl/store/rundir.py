@@ -44,7 +44,7 @@ from mmrl.system.files import (
 from mmrl.system.objects import is_given
 
 LOCK, SEGMENTS, EXAMPLES = "run.lock", "segments.jsonl", "examples.jsonl"
-LONGEST = 600
+LONGEST_TEXT = 600
 """Characters that are kept of a text of an example."""
 FOLDERS = ("journal", "eval", "checkpoints")
 _STEP = re.compile(r"step-(\d+)")
@@ -63,7 +63,8 @@ def _texts(values: Mapping[str, object]) -> dict[str, str]:
         parts = value if isinstance(value, list | tuple) else [value]
         if name != "corpus" and parts and all(isinstance(part, str | int | float) for part in parts):
             text = "; ".join(map(str, parts))
-            texts[name] = text if len(text) <= LONGEST else f"{text[:LONGEST]} […{len(text) - LONGEST} characters…]"
+            over = len(text) - LONGEST_TEXT
+            texts[name] = f"{text[:LONGEST_TEXT]} […{over} characters…]" if over > 0 else text
     return texts
 
 

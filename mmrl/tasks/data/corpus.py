@@ -30,10 +30,10 @@ log = logging.getLogger("mmrl.data")
 KEY = "corpus"
 SCANNED = 200_000
 """Passages up to which answers are looked for; a larger corpus is known by its titles alone."""
-LONGEST = 12
+LONGEST_ANSWER = 12
 """Words of an answer that are looked for; a longer answer counts by its first ones."""
 WORD = re.compile(r"\w+")
-WHOLE = 1_000_000
+WIKIPEDIA_PASSAGES = 1_000_000
 """A corpus of fewer passages is a part of Wikipedia, even where it can answer all questions at hand."""
 
 
@@ -180,7 +180,7 @@ def label(criterion: str, shares: Mapping[str, float], passages: int, *, real: b
     """
     if not shares or (not real and min(shares.values()) == 1):
         return {}
-    name = "partial corpus" if min(shares.values()) < 1 or passages < WHOLE else "corpus coverage"
+    name = "partial corpus" if min(shares.values()) < 1 or passages < WIKIPEDIA_PASSAGES else "corpus coverage"
     return {name: f"{criterion}: {', '.join(f'{split} {share:.1%}' for split, share in shares.items())}"}
 
 
@@ -190,7 +190,7 @@ def find_occurring(answers: Iterable[str], documents: Iterable[Document]) -> set
     # Indexed by first word: one pass over the passages for any number of answers.
     lengths: dict[str, set[int]] = {}
     for answer in answers:
-        if run := tuple(WORD.findall(answer.lower())[:LONGEST]):
+        if run := tuple(WORD.findall(answer.lower())[:LONGEST_ANSWER]):
             by_words.setdefault(run, []).append(answer)
             lengths.setdefault(run[0], set()).add(len(run))
     present: set[tuple[str, ...]] = set()

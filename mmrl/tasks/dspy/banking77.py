@@ -20,7 +20,6 @@ from mmrl.records import Call, Example
 from mmrl.tasks.base import Score
 from mmrl.tasks.data.rows import Row, Text, read_as, record_id
 from mmrl.tasks.dspy.base import DspyTask, read_json
-from mmrl.tasks.mini.examples import mini_records
 
 SAMPLE: Mapping[str, tuple[int, int]] = {"train": (0, 250), "dev": (250, 750)}
 """Places, in a shuffle of their source, of the items that the paper draws (250 and 500); all test items are used."""
@@ -49,6 +48,7 @@ class Banking77Task(DspyTask):
     absent_features = frozenset({"penalties", "observations", "repeated_calls"})
     main_metric = "em"
     failed_metrics: ClassVar[Mapping[str, float]] = {"em": 0.0}
+    mini_kind = "support"
     places = SAMPLE
 
     @override
@@ -61,12 +61,13 @@ class Banking77Task(DspyTask):
         splits = SPLITS if first is None else (first,)
         found = sorted({example.metadata["label"] for split in splits for example in examples[split]})
         self.labels: tuple[str, ...] = self._given_labels() or tuple(found)
-        self._check_labels(examples, f"task.data.{first}" if self.config.labels is None else "task.labels")
+        whose = f"task.data.{first}" if self.config.labels is None else "task.labels"
+        for split, rows in examples.items():
+            if unknown := sorted({example.metadata["label"] for example in rows} - set(self.labels)):
+                listed = ", ".join(map(repr, unknown[:3]))
+                count = f"{len(unknown)} labels are not among the {len(self.labels)}"
+                raise DataError(f"task.data.{split}: {count} of {whose}: {listed}{', …' * (len(unknown) > 3)}")
         return {split: self._sample(split, examples[split]) for split in SPLITS}
-
-    @override
-    def mini(self, split: str) -> Sequence[Example]:
-        return mini_records(split, "support")
 
     @override
     def read(self, split: str) -> Sequence[Example]:
@@ -85,13 +86,6 @@ class Banking77Task(DspyTask):
         if not isinstance(labels, list) or not labels or not all(isinstance(label, str) for label in labels):
             raise DataError(f"task.labels: {path}: expected a list of texts")
         return tuple(dict.fromkeys(labels))
-
-    def _check_labels(self, rows: Mapping[str, Sequence[Example]], whose: str) -> None:
-        for split, examples in rows.items():
-            if unknown := sorted({example.metadata["label"] for example in examples} - set(self.labels)):
-                listed = ", ".join(map(repr, unknown[:3]))
-                count = f"{len(unknown)} labels are not among the {len(self.labels)}"
-                raise DataError(f"task.data.{split}: {count} of {whose}: {listed}{', …' * (len(unknown) > 3)}")
 
     def _sample(self, split: str, examples: Sequence[Example]) -> Sequence[Example]:
         """The paper's number of items, at their places in a shuffle of the source, so that train and dev may share one;

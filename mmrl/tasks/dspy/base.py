@@ -25,6 +25,7 @@ from mmrl.tasks.base import Task, Tool
 from mmrl.tasks.data.layouts import subset_of
 from mmrl.tasks.data.rows import Row, Source, check_unique, same_rows
 from mmrl.tasks.dspy.fields import adapter_in_use
+from mmrl.tasks.mini.examples import mini_records
 from mmrl.tasks.prompts import PAPER, Template, load_prompts, prompts_file
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ class DspyTask(Task):
         ConfigError: options without effect, bad prompts or data; all problems at once.
     """
 
+    mini_kind: ClassVar[str]
+    """Its examples of the mini world: `claims`, `support` or `requests`."""
     places: ClassVar[Mapping[str, tuple[int, int]]] = {}
     """Split -> where the items of the paper begin and end in their source, with `task.sample=paper`."""
     reward_sets: tuple[str, ...] = ("outcome",)
@@ -101,9 +104,9 @@ class DspyTask(Task):
             return {split: self.mini(split) for split in SPLITS}
         return {split: self.read(split) if split in self.sources else [] for split in SPLITS}
 
-    @abstractmethod
     def mini(self, split: str) -> Sequence[Example]:
         """Return the mini world's examples of a split, for a config that names no data."""
+        return mini_records(split, self.mini_kind)
 
     @abstractmethod
     def read(self, split: str) -> Sequence[Example]:

@@ -25,7 +25,7 @@ from mmrl.tasks.base import Score
 from mmrl.tasks.data.corpus import coverage, label, warn_of_gaps
 from mmrl.tasks.data.rows import Text, check_unique, read_as
 from mmrl.tasks.dspy.base import DspyTask
-from mmrl.tasks.mini.examples import mini_corpus, mini_records
+from mmrl.tasks.mini.examples import mini_corpus
 from mmrl.tasks.search_tool import Results, SearchTool, named_corpus
 
 ITEMS: Mapping[str, tuple[int, int]] = {"train": (0, 500), "dev": (500, 1000), "test": (1000, 1500)}
@@ -78,6 +78,7 @@ class HoverTask(DspyTask):
     main_metric = "recall"
     failed_metrics: ClassVar[Mapping[str, float]] = {"recall": 0.0, "all_titles": 0.0}
     reward_sets: tuple[str, ...] = ("outcome", "strict")
+    mini_kind = "claims"
     places = ITEMS
 
     def __init__(self, config: HoverConfig, seed: int):
@@ -107,10 +108,6 @@ class HoverTask(DspyTask):
                 "documents with title and text, or task.retriever.index or task.retriever.name=remote"
             )
         return next(iter(corpora.values()), mini_corpus())
-
-    @override
-    def mini(self, split: str) -> Sequence[Example]:
-        return mini_records(split, "claims")
 
     @override
     def read(self, split: str) -> Sequence[Example]:

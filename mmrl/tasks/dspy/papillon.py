@@ -26,7 +26,7 @@ from mmrl.tasks.data.rows import Row, Text, read_as
 from mmrl.tasks.dspy.base import DspyTask
 from mmrl.tasks.dspy.fields import within_bounds
 from mmrl.tasks.metrics import leaked_pieces
-from mmrl.tasks.mini.examples import make_external, mini_records
+from mmrl.tasks.mini.examples import make_external
 
 if TYPE_CHECKING:
     import dspy
@@ -64,6 +64,7 @@ class PapillonTask(DspyTask):
     main_metric = "score"
     failed_metrics: ClassVar[Mapping[str, float]] = {"score": 0.0, "quality": 0.0, "leakage": 1.0}
     """A failed rollout is no sign of privacy: the leakage for which score, quality and leakage still fit together."""
+    mini_kind = "requests"
     places = ROWS
 
     def __init__(self, config: PapillonConfig, seed: int):
@@ -86,10 +87,6 @@ class PapillonTask(DspyTask):
         refuse(problems)
         self.by_rule = make_external()
         self.tools = {"external": self.ask_external}
-
-    @override
-    def mini(self, split: str) -> Sequence[Example]:
-        return mini_records(split, "requests")
 
     @override
     def read(self, split: str) -> Sequence[Example]:
