@@ -309,21 +309,18 @@ class SetPage:
         lines = [": ".join(filter(None, [str(run.path), run.command_line()])) for run in runs]
         return rendered("set.html", ["charts.js"] if self.figure else [], title=self.result.name, page=self, runs=lines)
 
-    def _latex(self) -> str:
-        places, *ours = grid(self.result, after_training)
-        table: str = pandas.DataFrame(ours, columns=places).to_latex(index=False, escape=True)
-        head = "".join(f"% {name}: {text}\n" for name, text in self.result.head.items())
-        return head + table
-
     def write(self, folder: Path) -> list[Path]:
         """Write `set.html`, `.md`, `.json`, `.csv`, `.tex` and a figure's files; returns their paths."""
         names, *cells = self.cells
+        places, *ours = grid(self.result, after_training)
+        latex = pandas.DataFrame(ours, columns=places).to_latex(index=False, escape=True)
+        head = "".join(f"% {name}: {text}\n" for name, text in self.result.head.items())
         files: dict[str, str | bytes] = {
             "set.html": self.html(),
             "set.md": self.markdown(),
             "set.json": dumps(self.content, indent=1) + "\n",
             "set.csv": pandas.DataFrame(cells, columns=names).to_csv(index=False),
-            "set.tex": self._latex(),
+            "set.tex": head + latex,
             **(self.figure.files if self.figure else {}),
         }
         folder.mkdir(parents=True, exist_ok=True)

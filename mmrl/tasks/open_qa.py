@@ -27,7 +27,7 @@ from mmrl.tasks.base import Passage, Program, Score, Task, Tool
 from mmrl.tasks.data.corpus import coverage, label, warn_of_gaps
 from mmrl.tasks.data.layouts import LAYOUTS, Record, load_records, merge_paragraphs, subset_of, to_example
 from mmrl.tasks.data.rows import Source, same_rows
-from mmrl.tasks.mini.examples import mini_corpus
+from mmrl.tasks.mini.examples import mini_corpus, mini_questions
 from mmrl.tasks.prompts import PromptedTask, Prompts, Shot, Templates, load_prompts, prompts_file, shot_of
 from mmrl.tasks.search_tool import Results, SearchTool, named_corpus
 
@@ -104,9 +104,9 @@ class OpenQaTask(Task, PromptedTask):
         """Return a data file's question as it is in prompts."""
         return question
 
-    @abstractmethod
     def mini_examples(self, split: str, corpus: str) -> list[Example]:
-        """Return the task's questions about the mini world."""
+        """Return the task's questions about the mini world: multi-hop, or single-hop ones for a data set of such."""
+        return mini_questions(self.dataset, split, corpus)
 
     @abstractmethod
     def make_program(self, prompts: Prompts) -> Program:

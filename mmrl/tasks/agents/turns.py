@@ -17,7 +17,6 @@ from mmrl.config.tasks import ReasonerConfig
 from mmrl.records import Example
 from mmrl.tasks.agents.tags import fit_observation
 from mmrl.tasks.base import Context, Message, ModuleScore, Passage, Program
-from mmrl.tasks.mini.examples import mini_questions
 from mmrl.tasks.open_qa import OpenQaTask, gold_share
 from mmrl.tasks.prompts import Prompts
 
@@ -136,10 +135,6 @@ class ReasonerTask(OpenQaTask):
 
     config: ReasonerConfig
     main_metric = "f1"
-
-    def mini_examples(self, split: str, corpus: str) -> list[Example]:
-        """Return multi-hop questions, or single-hop ones for a data set of such."""
-        return mini_questions(self.dataset, split, corpus)
 
     @override
     def search_metrics(self, prediction: ReasonerPrediction, example: Example) -> dict[str, float]:

@@ -22,7 +22,7 @@ from mmrl.retrieval.store import PassageStore
 from mmrl.system.files import user_path
 from mmrl.tasks.data.layouts import Evidence, passage
 from mmrl.tasks.data.places import FORMATS, files_below, is_saved
-from mmrl.tasks.data.rows import Row, Source, read_as
+from mmrl.tasks.data.rows import Source, read_as
 from mmrl.tasks.mini.examples import mini_corpus
 
 log = logging.getLogger("mmrl.data")
@@ -105,21 +105,17 @@ def _of_source(source: Source, numbers: Iterator[int], *, strict: bool) -> Itera
     """Yield a source's passages; none if it need not hold any, and its first record holds none."""
     for number, row in enumerate(source.stream("train")):
         try:
-            documents = _of_row(source, row, numbers)
+            fields = row.values if isinstance(row.values, Mapping) else ()
+            if "paragraphs" in fields or ("context" in fields and "question" in fields):
+                paragraphs = read_as(Evidence, source.key, row).passages()
+                documents = [Document(id=str(next(numbers)), title=title, text=text) for title, text in paragraphs]
+            else:
+                documents = [passage(source, row, next(numbers))]
         except DataError:
             if strict or number:
                 raise
             return
         yield from documents
-
-
-def _of_row(source: Source, row: Row, numbers: Iterator[int]) -> list[Document]:
-    """Return the passage of a record, or the paragraphs that a question brings."""
-    values = row.values
-    if isinstance(values, Mapping) and ("paragraphs" in values or ("context" in values and "question" in values)):
-        passages = read_as(Evidence, source.key, row).passages()
-        return [Document(id=str(next(numbers)), title=title, text=text) for title, text in passages]
-    return [passage(source, row, next(numbers))]
 
 
 def coverage(

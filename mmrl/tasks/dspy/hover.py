@@ -89,7 +89,13 @@ class HoverTask(DspyTask):
         problems += retriever_problems(config.retriever)
         documents: Sequence[Document] = ()
         with gathered(problems):
-            documents = self._documents()
+            corpora = named_corpus(config.retriever, config.corpus)
+            if not corpora and self.sources:
+                raise ConfigError(
+                    "task.corpus: got null, and HoVer's claims bring no passages to search; expected a file or hub id "
+                    "of documents with title and text, or task.retriever.index or task.retriever.name=remote"
+                )
+            documents = next(iter(corpora.values()), mini_corpus())
         refuse(problems)
         self.documents = documents
         self.search_tool = SearchTool(config.retriever, {CORPUS: documents})
@@ -97,17 +103,6 @@ class HoverTask(DspyTask):
         self.gold_shares = coverage(self._examples, self.search_tool.corpora, same_title)
         """Split -> share of its claims whose gold titles are all in the corpus; absent where that is not known."""
         warn_of_gaps(self.gold_shares, "claims have all gold titles in the corpus")
-
-    def _documents(self) -> Sequence[Document]:
-        """Return the corpus; empty if only a server has it."""
-        config = self.config
-        corpora = named_corpus(config.retriever, config.corpus)
-        if not corpora and self.sources:
-            raise ConfigError(
-                "task.corpus: got null, and HoVer's claims bring no passages to search; expected a file or hub id of "
-                "documents with title and text, or task.retriever.index or task.retriever.name=remote"
-            )
-        return next(iter(corpora.values()), mini_corpus())
 
     @override
     def read(self, split: str) -> Sequence[Example]:

@@ -305,7 +305,10 @@ def scored(result: object, source: str) -> Score:
     Raises:
         RewardFailure: there is no `score`, or a number is not finite.
     """
-    values = _values(result)
+    # Where DSPy was never imported nothing can be an object of it, and importing it takes seconds.
+    dspy = sys.modules.get("dspy")
+    given = result.toDict() if dspy is not None and isinstance(result, dspy.Example) else result
+    values = {str(name): value for name, value in (given if isinstance(given, Mapping) else {"score": given}).items()}
     numbers = {name: number for name, value in values.items() if (number := as_number(value)) is not None}
     if "score" not in numbers or not all(abs(number) <= LARGEST for number in numbers.values()):
         raise RewardFailure(
@@ -314,14 +317,6 @@ def scored(result: object, source: str) -> Score:
         )
     feedback = values.get("feedback")
     return Score(reward=numbers["score"], metrics=numbers, feedback={"": feedback} if isinstance(feedback, str) else {})
-
-
-def _values(result: object) -> dict[str, object]:
-    """Return the values of a metric's result by name; a number is the `score`."""
-    # Where DSPy was never imported nothing can be an object of it, and importing it takes seconds.
-    dspy = sys.modules.get("dspy")
-    values = result.toDict() if dspy is not None and isinstance(result, dspy.Example) else result
-    return {str(name): value for name, value in (values if isinstance(values, Mapping) else {"score": values}).items()}
 
 
 # --- user code by its signature, before it runs
