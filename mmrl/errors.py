@@ -234,7 +234,7 @@ OWN_CODE = frozenset({ProgramFailure.kind, RewardFailure.kind, ReplayDivergence.
 """Failures of the code of a program or a reward, which no server has caused and another try does not mend."""
 
 
-def failed_how(kinds: Iterable[str]) -> str:
+def failure_summary(kinds: Iterable[str]) -> str:
     """Describe why rollouts failed through no fault of the model, by kind of failure: the words after "failed"."""
     causes = {kind in OWN_CODE for kind in kinds}
     code = "in the code of the program or its reward"

@@ -150,7 +150,7 @@ class MMRL(Teleprompter):
         from mmrl.cli.overrides import read_line
         from mmrl.run import session
         from mmrl.run.settle import run_folder
-        from mmrl.sets.found import found_set
+        from mmrl.sets.found import set_of_run_dirs
         from mmrl.sets.page import SetPage, redraw
         from mmrl.sets.queue import day_of
         from mmrl.sets.sweep import job_state
@@ -190,7 +190,7 @@ class MMRL(Teleprompter):
 
         def page() -> SetPage:
             runs = [path for path in paths if (path / "config.yaml").is_file()]
-            return SetPage(found_set(folder.resolve().name, runs, f"{'+'.join(algos)} on dspy"))
+            return SetPage(set_of_run_dirs(folder.resolve().name, runs, f"{'+'.join(algos)} on dspy"))
 
         try:
             for config, path, state, words in zip(configs, paths, states, lines, strict=True):

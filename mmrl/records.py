@@ -173,7 +173,7 @@ class Rollout:
     """What the task's score says in words, by module; of all of them under an empty name."""
     counterfactuals: Mapping[str, float] = EMPTY
     """Module -> outcome of the same rollout played again with that module's replies exchanged."""
-    calls_again: int = 0
+    counterfactual_calls: int = 0
     """Calls that were made for these outcomes and are in no forest."""
 
 

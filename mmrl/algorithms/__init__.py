@@ -120,7 +120,7 @@ def _leave_out(credit: Credit, forest: Forest, frozen: Collection[str]) -> Credi
 
 def _group_metrics(forest: Forest, groups: Sequence[Group]) -> dict[str, float]:
     """Return the credit metrics of a step (docs/metrics.md)."""
-    compared = [group for group in groups if not group.of_one]
+    compared = [group for group in groups if not group.is_singleton]
     metrics = {
         "credit/groups": float(len(compared)),
         "credit/groups_of_one": float(len(groups) - len(compared)),

@@ -55,10 +55,10 @@ class Gigpo(Algorithm):
                 for call, step in zip(rollout.path, within[rollout.rollout.id], strict=True):
                     whole = episode[group.id, rollout.reward]
                     entries.append(_entry(call, group, sequence, whole, step, algo.step_coef))
-        anchored = sum(len(group.members) for group in states if not group.of_one)
+        anchored = sum(len(group.members) for group in states if not group.is_singleton)
         counts = {"credit/anchored_share": anchored, "credit/first_share": len(rollouts)}
         shares = {name: count / len(entries) for name, count in counts.items() if entries}
-        later = [not g.of_one for g in states for member in g.members if member.call.parent is not None]
+        later = [not g.is_singleton for g in states for member in g.members if member.call.parent is not None]
         shares |= {"credit/anchored_later_share": sum(later) / len(later)} if later else {}
         return Credit(algo=self.name, entries=tuple(entries), groups=(*episodes, *states), metrics=shares)
 

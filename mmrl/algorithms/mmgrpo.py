@@ -53,7 +53,7 @@ class Mmgrpo(Algorithm):
         algo = MmgrpoConfig.narrow(algo)
         groups = weigh(compare(module_groups(forest, algo, seed), algo), algo, minibatch)
         # Groups that count as not sampled come last (the sort is stable): recorded without weight.
-        entries = tuple(entry for group in sorted(groups, key=lambda g: g.vanished) for entry in group.entries())
+        entries = tuple(entry for group in sorted(groups, key=lambda g: g.is_dropped) for entry in group.entries())
         return Credit(algo=self.name, entries=entries, groups=tuple(groups))
 
 

@@ -189,7 +189,7 @@ def zero_variance_shares(groups: Iterable[TurnGroup]) -> dict[str, float]:
     flags: dict[int, list[bool]] = {}
     for example in groups:
         for name, group in example.columns.items():
-            if isinstance(name, int) and not group.of_one:
+            if isinstance(name, int) and not group.is_singleton:
                 flags.setdefault(name, []).append(group.constant)
     return {f"turn/{turn}/zero_variance_share": sum(flat) / len(flat) for turn, flat in sorted(flags.items())}
 

@@ -97,7 +97,7 @@ def _origin(request: CreditRequest, source: Source, width: int | None) -> list[s
     facts = [f"{request.folder} step {request.step}", f"seed {request.seed}"]
     facts += [f"{algo.name}: {algo.minibatches} mini-batches" for algo in request.algos if algo.minibatches > 1]
     facts += [f"frozen: {', '.join(source.frozen)}"] if source.frozen else []
-    left_out = len(_left_out(source.forest))
+    left_out = len(_untrained_examples(source.forest))
     facts += [f"{left_out} examples sampled and not trained on"] if left_out else []
     facts.append("as trained" if request.as_trained else "not as trained: settings were changed")
     return [filled(" · ".join(facts), width)]
@@ -122,11 +122,11 @@ def recorded_step(request: CreditRequest) -> Source:
     forest, entries = read_step(run, request.step)
     check_forest(forest, str(run.journal_path(request.step)))
     frozen = module_assignment(config, forest.modules).frozen
-    left_out = _left_out(forest)
+    left_out = _untrained_examples(forest)
     return Source(forest.part(e for e in forest.examples if e not in left_out), frozen, entries)
 
 
-def _left_out(forest: Forest) -> Sequence[str]:
+def _untrained_examples(forest: Forest) -> Sequence[str]:
     """Return the examples that a step did not train on: dynamic sampling journals everything that it sampled."""
     left_out: Sequence[str] = forest.meta.get("refill", {}).get("left_out", ())
     return left_out
@@ -181,24 +181,18 @@ def unlike_journal(credit: Credit, recorded: Sequence[JsonObject]) -> str:
 
 def json_report(algos: Sequence[AlgoConfig], forest: Forest, credits: Sequence[Credit]) -> str:
     """Return an object, or a list for several algorithms: the contents of the table, and every token's numbers."""
-    records = [_credit_json(algo, forest, credit) for algo, credit in zip(algos, credits, strict=True)]
+    records: list[JsonObject] = []
+    for algo, credit in zip(algos, credits, strict=True):
+        split, credited = minibatches(forest.examples, algo.minibatches), {entry.call for entry in credit.entries}
+        calls = []
+        for entry in credit.entries:
+            call = forest.calls[entry.call]
+            numbers = {field.name: getattr(entry, field.name) for field in fields(Entry) if field.name != "call"}
+            calls.append({"id": call.id, "module": call.module, "minibatch": split[call.example], **numbers})
+        without = [call for call in forest.calls if call not in credited]
+        facts = {"version": VERSION, "algo": credit.algo, "step": forest.step}
+        records.append({**facts, "calls": calls, "calls_without_entry": without})
     return json.dumps(records[0] if len(records) == 1 else records, indent=1)
-
-
-def _credit_json(algo: AlgoConfig, forest: Forest, credit: Credit) -> dict[str, object]:
-    split, credited = minibatches(forest.examples, algo.minibatches), {entry.call for entry in credit.entries}
-    calls = []
-    for entry in credit.entries:
-        call = forest.calls[entry.call]
-        numbers = {field.name: getattr(entry, field.name) for field in fields(Entry) if field.name != "call"}
-        calls.append({"id": call.id, "module": call.module, "minibatch": split[call.example], **numbers})
-    return {
-        "version": VERSION,
-        "algo": credit.algo,
-        "step": forest.step,
-        "calls": calls,
-        "calls_without_entry": [call for call in forest.calls if call not in credited],
-    }
 
 
 def table(algos: Sequence[AlgoConfig], forest: Forest, credits: Sequence[Credit], width: int | None = None) -> str:

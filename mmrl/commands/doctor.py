@@ -15,7 +15,7 @@ from rich.console import Console
 
 from mmrl.config import TrainCommandConfig
 from mmrl.config.base import Section
-from mmrl.report.doctor import Played, as_object, find, report
+from mmrl.report.doctor import Probe, as_object, find, report
 from mmrl.run.build import build_stage, build_task, check_model
 from mmrl.run.checkup import examined
 from mmrl.run.launch import released
@@ -54,18 +54,18 @@ def doctor(config: TrainCommandConfig, examples: int, *, as_json: bool) -> int:
     single |= {"rollout_devices": min(1, hardware.rollout_devices)}
     config = settle(started(config).model_copy(update={"hardware": hardware.model_copy(update=single)}))
     check_model(config)
-    facts = _played(config, examples)
-    findings = find(facts)
+    probe = _probe(config, examples)
+    findings = find(probe)
     if as_json:
-        print(dumps(as_object(facts, findings), indent=1))
+        print(dumps(as_object(probe, findings), indent=1))
     else:
         several = hardware.processes * hardware.nodes
         note = f"\n(on one process; the run has {several})" if several > 1 else ""
-        print(report(facts, findings) + note)
+        print(report(probe, findings) + note)
     return int(any(finding.useless for finding in findings))
 
 
-def _played(config: TrainCommandConfig, examples: int) -> Played:
+def _probe(config: TrainCommandConfig, examples: int) -> Probe:
     from mmrl.report.progress import Progress
     from mmrl.report.trackers import Trackers
     from mmrl.store.rundir import RunDir

@@ -5,17 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from mmrl.commands.serve import listen, read_token
-from mmrl.config.retriever import (
-    BuildIndexArguments,
-    IndexArguments,
-    ServeIndexArguments,
-)
+from mmrl.config.retriever import BuildIndexArguments, ServeIndexArguments
 from mmrl.errors import ConfigError, DataError, refuse
 from mmrl.models.hub import encoder_problems
-from mmrl.retrieval.base import Retriever
 from mmrl.retrieval.index_folder import (
-    IndexInfo,
-    IndexSpec,
     build_index,
     open_index,
     partial_of,
@@ -45,7 +38,10 @@ def build(arguments: BuildIndexArguments) -> None:
     refuse(f"mmrl index build: {problem}" for problem in problems)
     spec = spec_of(section)
     goes_on = f", continuing the build in {partial_of(folder)}" if partial_of(folder).is_dir() else ""
-    print(f"index: {_spec_text(spec)} -> {folder}{goes_on}", flush=True)
+    # Prompts end in spaces: in quotes.
+    settings = {n: repr(v) if isinstance(v, str) and v != v.strip() else v for n, v in spec.settings.items() if v != ""}
+    text = ", ".join(f"{name} {value}" for name, value in settings.items())
+    print(f"index: {spec.kind} ({text}) -> {folder}{goes_on}", flush=True)
     try:
         built = build_index(
             folder,
@@ -68,7 +64,15 @@ def serve(arguments: ServeIndexArguments) -> None:
     """Run `mmrl serve-retriever`."""
     refuse(server_problems("mmrl serve-retriever"))
     token = read_token(arguments)
-    facts, retriever, passages = _opened(arguments)
+    folder = user_path(arguments.index)
+    facts = read_info(folder, "index")
+    if problems := index_problems("index", facts):
+        raise DataError(problems)
+    try:
+        passages = PassageStore(folder)
+        retriever = open_index(folder, facts, passages, **arguments.model_dump(include={"device", "batch_size"}))
+    except (OSError, ValueError, RuntimeError) as error:
+        raise DataError(f"index: cannot open {folder}: {error}") from None
     served: dict[str, str | int] = {
         "kind": facts.kind,
         "documents": len(passages),
@@ -77,25 +81,3 @@ def serve(arguments: ServeIndexArguments) -> None:
     }
     app = make_app(retriever, served, max_batch=arguments.max_batch, token=token)
     listen(app, arguments, "listening on {url}")
-
-
-def _spec_text(spec: IndexSpec) -> str:
-    """Return the kind and settings in one line."""
-    # Prompts end in spaces: in quotes.
-    settings = {n: repr(v) if isinstance(v, str) and v != v.strip() else v for n, v in spec.settings.items() if v != ""}
-    return f"{spec.kind} ({', '.join(f'{name} {value}' for name, value in settings.items())})"
-
-
-def _opened(arguments: IndexArguments) -> tuple[IndexInfo, Retriever, PassageStore]:
-    """Open an index folder: its info, retriever and passages."""
-    folder = user_path(arguments.index)
-    facts = read_info(folder, "index")
-    if problems := index_problems("index", facts):
-        raise DataError(problems)
-    try:
-        passages = PassageStore(folder)
-        settings = arguments.model_dump(include={"device", "batch_size"})
-        retriever = open_index(folder, facts, passages, **settings)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise DataError(f"index: cannot open {folder}: {error}") from None
-    return facts, retriever, passages

@@ -26,7 +26,7 @@ from mmrl.config.tasks import BUILT_IN
 from mmrl.errors import CheckpointError, ConfigError, refuse, unknown
 from mmrl.models.load import model_path
 from mmrl.plan.cost import NAMES as DEVICES
-from mmrl.plan.cost import Device, evaluation_seconds, gpus, known_gpu
+from mmrl.plan.cost import Device, gpus, known_gpu
 from mmrl.plan.cost import device as find_device
 from mmrl.plan.estimate import Plan
 from mmrl.plan.shapes import shape_of
@@ -44,7 +44,7 @@ from mmrl.plan.workload import (
     without_endpoints,
 )
 from mmrl.records import Forest
-from mmrl.run.build import build_task, evaluation_devices, reward_set
+from mmrl.run.build import build_task, reward_set
 from mmrl.run.check import plan_problems, process_problems
 from mmrl.run.settle import module_assignment, settle
 from mmrl.run.start import started
@@ -162,8 +162,8 @@ def make_plan(config: TrainCommandConfig, request: PlanArguments) -> Plan:
     # The split has the data of the config, or those of the mini world stand in for them.
     counted = examples or config.task.data.source_of(config.eval.split) == MINI
     available = len(task.examples(config.eval.split)) if counted else None
-    items = _fewest(config.eval.items, config.task.data.items_of(config.eval.split), available)
-    return replace(plan, items=items)
+    limits = (config.eval.items, config.task.data.items_of(config.eval.split), available)
+    return replace(plan, items=min((limit for limit in limits if limit is not None), default=None))
 
 
 def _recorded(folder: str) -> Forest:
@@ -203,32 +203,6 @@ def problems_elsewhere(config: RootConfig) -> list[str]:
         settled = settle(config, "cpu" if config.hardware.device == "cpu" else "cuda", planned=True)
         return plan_problems(cast("TrainCommandConfig", settled), task)
     return problems
-
-
-def evaluation_hours(config: EvalCommandConfig, items: int | None) -> tuple[float, int]:
-    """Return the hours of an evaluation on H100s (on the CPU where the config says so), and the devices that it takes.
-
-    Args:
-        items: of the whole split, where `eval.items` does not say how many.
-
-    Raises:
-        ConfigError: the sizes of the model are not known, or the number of items.
-    """
-    shape, on_cpu = shape_of(config.model), config.hardware.device == "cpu"
-    settled = settle(config, "cpu" if on_cpu else "cuda", planned=True)
-    if (many := _fewest(config.eval.items, config.task.data.items_of(config.split), items)) is None:
-        raise ConfigError("eval.items: null, and nobody has counted the split; set it, or items in the table's file")
-    modules = build_task(on_mini_world(config.task), config.seed).program.modules
-    rollout = declared_rollout(settled, modules, {}, settled.engine.endpoints or ())
-    device = find_device("cpu" if on_cpu else "h100", settled.hardware.threads or 1, settled.model.matmul)
-    refuse(process_problems(settled))
-    devices = len(evaluation_devices(settled.hardware)) or 1
-    spent = evaluation_seconds(settled, shape, rollout, many * config.eval.samples, device, devices)
-    return spent / 3600, devices
-
-
-def _fewest(*limits: int | None) -> int | None:
-    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _loads(

@@ -85,11 +85,11 @@ class Group:
     """Divisor of the rewards (without eps); None for a group of one and with `scale=False`."""
     constant: bool = False
     """True if all rewards are equal: every advantage is 0."""
-    vanished: bool = False
+    is_dropped: bool = False
     """Without any advantage under `zero_variance=drop` (or `refill`): treated as if it had not been sampled."""
 
     @property
-    def of_one(self) -> bool:
+    def is_singleton(self) -> bool:
         """Compared with nothing: no advantage is defined, it stays out of the loss."""
         return len(self.members) < 2
 

@@ -19,7 +19,7 @@ from mmrl.errors import DataError
 def compare(groups: Iterable[Group], algo: GroupConfig) -> list[Group]:
     """Compute A_i = (r_i - baseline) / (std + eps) per group, by `algo`'s eps, ddof, scale, std_over, baseline."""
     groups = list(groups)
-    pooled = [member.reward.total for group in groups if not group.of_one for member in group.members]
+    pooled = [member.reward.total for group in groups if not group.is_singleton for member in group.members]
     # `std_over=batch` divides by one deviation, over all rewards that are compared with any other.
     batch_std = std_of(pooled, algo.ddof) if algo.std_over == "batch" else None
     return [_compared(group, algo, batch_std) for group in groups]
@@ -27,13 +27,13 @@ def compare(groups: Iterable[Group], algo: GroupConfig) -> list[Group]:
 
 def _compared(group: Group, algo: GroupConfig, batch_std: float | None) -> Group:
     rewards, size = [member.reward.total for member in group.members], len(group.members)
-    if group.of_one:
+    if group.is_singleton:
         return replace(group, mean=rewards[0] if rewards else None)
     mean = math.fsum(rewards) / size
     std = std_of(rewards, algo.ddof) if batch_std is None else batch_std
     divisor = std if algo.scale is True else None
     if is_constant(rewards):
-        return replace(group, mean=mean, std=divisor, constant=True, vanished=algo.drops_constant)
+        return replace(group, mean=mean, std=divisor, constant=True, is_dropped=algo.drops_constant)
     # RLOO compares with the mean of the other G - 1: r - (S - r) / (G - 1) = (r - S / G) · G / (G - 1).
     factor = size / (size - 1) if algo.baseline == "leave_one_out" else 1.0
     if algo.scale is True:
@@ -67,9 +67,9 @@ def weigh(groups: Sequence[Group], algo: GroupConfig, minibatch: Minibatches = N
     """Weigh tokens by 1 / (groups · G · |o|) for every member, or as `algo.loss_mean` says (GRPO, mmGRPO)."""
 
     def unit(group: Group, member: Member) -> Unit:
-        tokens = 0 if group.vanished else member.tokens(algo.left_out)
-        frozen = not (tokens or group.vanished) and member.tokens() > 0
-        return Unit(member.call.example, group.id, tokens, compared=not group.of_one, frozen=frozen)
+        tokens = 0 if group.is_dropped else member.tokens(algo.left_out)
+        frozen = not (tokens or group.is_dropped) and member.tokens() > 0
+        return Unit(member.call.example, group.id, tokens, compared=not group.is_singleton, frozen=frozen)
 
     units = [unit(group, member) for group in groups for member in group.members]
     return with_weights(groups, per_token(units, two_level(units, minibatch), algo, minibatch))
@@ -90,7 +90,7 @@ def weigh_rollouts(
         Group(
             example,
             tuple(Member(rollout.path, rollout.outcome) for rollout in rollouts),
-            vanished=algo.drops_constant and len(rollouts) > 1 and not any(advantages[example]),
+            is_dropped=algo.drops_constant and len(rollouts) > 1 and not any(advantages[example]),
         )
         for example, rollouts in examples.items()
     ]

@@ -115,10 +115,10 @@ def by_chunks(forest: Forest, rewards: Mapping[str, Reward], mixed: bool, size: 
     """
     slots = by_slot(forest, rewards)
     pools: dict[tuple[str | int, ...], list[Member]] = {}
-    for call in _in_batch_order(forest, [group.members[0].call.id for group in slots if group.of_one]):
+    for call in _in_batch_order(forest, [group.members[0].call.id for group in slots if group.is_singleton]):
         pool: tuple[str | int, ...] = () if mixed else (call.module, call.invocation)
         pools.setdefault(pool, []).append(Member((call,), rewards[call.id]))
-    groups = [group for group in slots if not group.of_one]
+    groups = [group for group in slots if not group.is_singleton]
     for key, members in pools.items():
         # Keyed by the pool, so that what one pool draws does not depend on which other pools a batch happens to have.
         rng.stream(seed, forest.step, "regroup", *key).shuffle(members)
@@ -148,14 +148,19 @@ def weigh_slots(
         rewarded: all calls that have a reward. Their slots count in n (and B), even where no group keeps them.
         trains: True if a call is in the loss.
     """
-    # A frozen or vanished member is no sequence of the loss: no tokens, so it sets no length for `constant` either.
+    # A frozen or dropped member is no sequence of the loss: no tokens, so it sets no length for `constant` either.
     units = [
-        Unit(m.call.example, slot_of(m.call), m.tokens() * (trains(m.call) and not g.vanished), compared=not g.of_one)
+        Unit(
+            m.call.example,
+            slot_of(m.call),
+            m.tokens() * (trains(m.call) and not g.is_dropped),
+            compared=not g.is_singleton,
+        )
         for g in groups
         for m in g.members
     ]
-    vanished = {slot_of(member.call) for group in groups if group.vanished for member in group.members}
-    filled = [(call.example, slot_of(call)) for call in rewarded if trains(call) and slot_of(call) not in vanished]
+    dropped = {slot_of(member.call) for group in groups if group.is_dropped for member in group.members}
+    filled = [(call.example, slot_of(call)) for call in rewarded if trains(call) and slot_of(call) not in dropped]
     return with_weights(groups, per_token(units, three_level(units, filled, minibatch), algo, minibatch))
 
 

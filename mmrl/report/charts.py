@@ -148,7 +148,8 @@ def _draw_bold(axes: Axes, curves: Mapping[str, tuple[np.ndarray, np.ndarray]], 
             values,
             color=LINES[index % len(LINES)],
             linestyle="-" if markers else DASHES[index // len(LINES) % len(DASHES)],
-            marker=markers[index] if markers else _point(values),
+            # A line of a single point would be invisible.
+            marker=markers[index] if markers else "o" if len(values) == 1 else "",
             # matplotlib leaves labels that start with an underscore out of the legend.
             label=f"\u200a{name}" if name.startswith("_") else name,
             linewidth=1.6 + 2.4 * alike,
@@ -157,11 +158,6 @@ def _draw_bold(axes: Axes, curves: Mapping[str, tuple[np.ndarray, np.ndarray]], 
         )
     if markers or len(curves) > 1:
         _legend(axes)
-
-
-def _point(values: np.ndarray) -> str:
-    """Return the marker of a curve: a line of a single point would be invisible."""
-    return "o" if len(values) == 1 else ""
 
 
 def _legend(axes: Axes) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from textwrap import fill
 
 from mmrl.config.base import path_override
-from mmrl.errors import MODEL_CAUSED, failed_how, without_codes
+from mmrl.errors import MODEL_CAUSED, failure_summary, without_codes
 from mmrl.report.alarms import Alarm
 from mmrl.report.html import try_report
 from mmrl.report.items import evaluation_text, example_key, example_text, run_facts, step_text
@@ -178,7 +178,7 @@ def _failures_text(evaluations: Mapping[str, Sequence[Item]]) -> str:
     lines = []
     for when, items in evaluations.items():
         share = sum(item.get("failed_share", 0.0) for item in items) / max(len(items), 1)
-        causes = failed_how(kind for item in items for kind in item.get("errors", ()) if kind not in MODEL_CAUSED)
+        causes = failure_summary(kind for item in items for kind in item.get("errors", ()) if kind not in MODEL_CAUSED)
         if share:
             lines.append(f"evaluation {when} training: {share:.1%} of the rollouts failed {causes} and count as 0")
     return "\n".join(lines)

@@ -58,8 +58,8 @@ RETRIES = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Played:
-    """Rollouts that the doctor played."""
+class Probe:
+    """Rollouts that the doctor probe."""
 
     title: str
     examples: int
@@ -102,15 +102,15 @@ def _middle(key: str) -> str:
     return key.split("/", 1)[1].rpartition("/")[0]
 
 
-def find(played: Played) -> list[Finding]:
+def find(probe: Probe) -> list[Finding]:
     """Return the findings of a played step, those first that make training useless."""
-    raised = alarms([{"step": 0, **played.metrics}], window=1, extra=tuple(_rules(played)))
+    raised = alarms([{"step": 0, **probe.metrics}], window=1, extra=tuple(_rules(probe)))
     names = {alarm.name for alarm in raised}
     # Each kind of failure has a separate sentence here, and cut replies are a finding (`cut`) from fewer on.
     explained = {"failures", "replies_cut"}
     # Without a scored rollout nothing can be said about rewards.
-    shares = failure_shares(played.metrics).items()
-    if any(_stops(kind, share, played) for kind, share in shares if kind != ParseFailure.kind):
+    shares = failure_shares(probe.metrics).items()
+    if any(_stops(kind, share, probe) for kind, share in shares if kind != ParseFailure.kind):
         explained.add("zero_variance")
     constant = "zero_variance" in names - explained
     # Equal rewards of replies that never parse are no fault of the data.
@@ -123,24 +123,27 @@ def find(played: Played) -> list[Finding]:
         same_name = [alarm for alarm in raised if alarm.name == name]
         module_alarms = [alarm for alarm in same_name if alarm.key.startswith("module/")]
         for alarm in module_alarms or same_name[:1]:
-            message = alarm.message + _sample(alarm, played)
-            useless = _useless(alarm, played, constant)
+            message = alarm.message
+            unread = module_alarms and name in ("never_parses", "seldom_parses")
+            if unread and (reply := probe.unread.get(_middle(alarm.key))):
+                message += f"; for example {_quoted(reply)!r}"
+            useless = _useless(alarm, probe, constant)
             findings.append(Finding(name=name, key=alarm.key, useless=useless, message=message))
     return sorted(findings, key=lambda finding: not finding.useless)
 
 
-def _stops(kind: str, share: float, played: Played) -> bool:
+def _stops(kind: str, share: float, probe: Probe) -> bool:
     """True where failures of a kind leave nothing to train on; those that the model causes have a failure rule."""
-    return share >= ALL_FAILED if kind in MODEL_CAUSED else share > played.max_failed_share
+    return share >= ALL_FAILED if kind in MODEL_CAUSED else share > probe.max_failed_share
 
 
-def _useless(alarm: Alarm, played: Played, constant: bool) -> bool:
-    value = played.metrics.get(alarm.key, 0.0)
+def _useless(alarm: Alarm, probe: Probe, constant: bool) -> bool:
+    value = probe.metrics.get(alarm.key, 0.0)
     if alarm.key.startswith(FAILED):
         kind = alarm.key.removeprefix(FAILED)
-        return constant if kind == ParseFailure.kind else _stops(kind, failure_shares(played.metrics)[kind], played)
+        return constant if kind == ParseFailure.kind else _stops(kind, failure_shares(probe.metrics)[kind], probe)
     if alarm.name == "zero_variance":
-        metrics = played.metrics
+        metrics = probe.metrics
         alike = metrics.get("reward/min") == metrics.get("reward/max")
         return alike or (value == 1.0 and metrics.get("credit/groups", 0) >= MANY_GROUPS)
     return {
@@ -152,27 +155,20 @@ def _useless(alarm: Alarm, played: Played, constant: bool) -> bool:
     }.get(alarm.name, False)
 
 
-def _sample(alarm: Alarm, played: Played) -> str:
-    if alarm.name not in ("never_parses", "seldom_parses") or not alarm.key.startswith("module/"):
-        return ""
-    reply = played.unread.get(_middle(alarm.key))
-    return f"; for example {_quoted(reply)!r}" if reply else ""
-
-
-def _rules(played: Played) -> Iterator[AlarmRule]:
+def _rules(probe: Probe) -> Iterator[AlarmRule]:
     """Yield the rules that only the doctor has."""
-    metrics, records = played.metrics, [played.metrics]
+    metrics, records = probe.metrics, [probe.metrics]
     for kind in FAILURES.keys() - MODEL_CAUSED:
-        name = "endpoint_faults" if kind == "engine" and played.endpoints else FAILURES[kind]
-        yield AlarmRule(name, [f"{FAILED}{kind}"], above(0.0), subject=_quoted(played.failed.get(kind, "")))
+        name = "endpoint_faults" if kind == "engine" and probe.endpoints else FAILURES[kind]
+        yield AlarmRule(name, [f"{FAILED}{kind}"], above(0.0), subject=_quoted(probe.failed.get(kind, "")))
     never = NEVER_VALID
     parsed = module_keys(records, ("format_rate",))
     yield AlarmRule("seldom_parses", parsed, lambda means: ((means > never) & (means < SELDOM), means))
     cut = module_keys(records, ("finish_length_share",))
-    yield AlarmRule("cut", cut, at_least(CUT), subject=f"task.max_tokens={played.max_tokens}")
-    if (context := played.max_context) is not None:
+    yield AlarmRule("cut", cut, at_least(CUT), subject=f"task.max_tokens={probe.max_tokens}")
+    if (context := probe.max_context) is not None:
         longest = module_keys(records, ("prompt_max",))
-        room = context - played.max_tokens
+        room = context - probe.max_tokens
         yield AlarmRule("prompt_near_limit", longest, lambda means: (means > room, np.full_like(means, context)))
     for key in metrics:
         if key.startswith("tool/") and key.endswith("/empty"):
@@ -180,8 +176,8 @@ def _rules(played: Played) -> Iterator[AlarmRule]:
     yield AlarmRule("endpoint_retries", ["endpoint/retried"], above(RETRIES))
     yield AlarmRule("no_gold", ["corpus/coverage"], lambda means: (means < COVERAGE, means))
     yield AlarmRule("gold_not_found", ["task/gold_retrieved"], lambda means: (means == 0, means))
-    if played.unpacked:
-        subject = played.unpacked.rpartition("; ")[0] or played.unpacked
+    if probe.unpacked:
+        subject = probe.unpacked.rpartition("; ")[0] or probe.unpacked
         yield AlarmRule("packing", ["rollouts/count"], at_least(0.0), subject=subject)
 
 
@@ -200,13 +196,13 @@ def verdict(findings: Sequence[Finding]) -> str:
     return "it can be trained" + (f", with {len(findings)} warning{'s'[: len(findings) > 1]}" if findings else "")
 
 
-def report(played: Played, findings: Sequence[Finding]) -> str:
+def report(probe: Probe, findings: Sequence[Finding]) -> str:
     """Return the metrics, findings and verdict as text."""
-    metrics = played.metrics
-    rollouts, room = metrics["rollouts/count"], f" (context {played.max_context})" if played.max_context else ""
+    metrics = probe.metrics
+    rollouts, room = metrics["rollouts/count"], f" (context {probe.max_context})" if probe.max_context else ""
     names = [name for name in metrics if name.startswith(LISTED)]
     blocks = [
-        f"{played.title}: {rollouts:.0f} rollouts of {played.examples} examples in {played.seconds:.1f} s{room}",
+        f"{probe.title}: {rollouts:.0f} rollouts of {probe.examples} examples in {probe.seconds:.1f} s{room}",
         align(module_rows([metrics], TABLE)),
         facts_table({name: metrics[name] for name in names}),
         "\n".join([*(finding.text() for finding in findings), verdict(findings)]),
@@ -214,11 +210,11 @@ def report(played: Played, findings: Sequence[Finding]) -> str:
     return "\n\n".join(blocks)
 
 
-def as_object(played: Played, findings: Sequence[Finding]) -> dict[str, object]:
+def as_object(probe: Probe, findings: Sequence[Finding]) -> dict[str, object]:
     """Return the metrics, findings and verdict as JSON."""
     return {
         "version": 2,
         "can_train": not any(finding.useless for finding in findings),
         "findings": [asdict(finding) for finding in findings],
-        **asdict(played),
+        **asdict(probe),
     }

@@ -24,7 +24,7 @@ from mmrl.report import browser
 from mmrl.report.charts import DARK_CSS, evaluation_curve, lines_over_steps, reward_curve
 from mmrl.report.items import item_rows, run_facts, score_rows
 from mmrl.report.overview import Overview, damage_named
-from mmrl.report.stats import ROUNDING, History, duration, fixed, learning, module_facts, series, signed
+from mmrl.report.stats import ROUNDING, duration, fixed, learning, module_facts, series, signed
 from mmrl.report.tables import before_after_rows, interval, module_rows
 from mmrl.report.text import clean
 from mmrl.report.trees import read_tokenizer
@@ -65,7 +65,10 @@ def write_report(overview: Overview) -> Path:
     damaged: list[str] = []
     blocks = browser.blocks(overview, read_tokenizer(folders), damaged)
     curves, module_curves = _curves(overview), _module_curves(overview)
-    monitors = {label: {key: key} for key, label in HEALTH.items() if not _in_modules(key, training)}
+    # Means over modules, which have a chart by modules.
+    by_module = {"train/entropy": {"entropy", "surprise"}, "train/kl": {"kl"}}
+    measured = module_facts(training)
+    monitors = {label: {key: key} for key, label in HEALTH.items() if by_module.get(key, set()).isdisjoint(measured)}
     health = _changing(overview, monitors)
     needed = {"charts.js": any([*curves.values(), *module_curves.values(), *health.values()]), "browser.js": blocks}
     facts = {name: fact for name, fact in overview.environment.items() if name != "config"}  # it has its own section
@@ -83,7 +86,7 @@ def write_report(overview: Overview) -> Path:
         curves=curves,
         window=overview.window,
         module_curves=module_curves,
-        modules=module_rows(training, module_facts(training)) if overview.modules else [],
+        modules=module_rows(training, measured) if overview.modules else [],
         health=health,
         prompts=prompts_text(run.path),
         damaged=damaged,
@@ -183,12 +186,6 @@ def _module_curves(overview: Overview) -> dict[str, str]:
         label += f" ({having[0]})" if len(having) == 1 < len(keys) else ""
         figures[label] = keys
     return _changing(overview, figures)
-
-
-def _in_modules(key: str, training: History) -> bool:
-    """True for a monitor that has a chart by modules, of which it is the mean."""
-    by_module = {"train/entropy": {"entropy", "surprise"}, "train/kl": {"kl"}}.get(key, set())
-    return not by_module.isdisjoint(module_facts(training))
 
 
 def _changing(overview: Overview, figures: Mapping[str, Mapping[str, str]]) -> dict[str, str]:

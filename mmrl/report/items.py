@@ -27,7 +27,7 @@ CAUGHT = "parse failures caught"
 """Calls that could not be parsed and whose program went on: no failures of rollouts."""
 COLUMNS = 3
 """Metrics of a table of items."""
-LONGEST = 500
+LONGEST_FAILURE = 500
 """Characters of a failure that is quoted."""
 
 
@@ -102,7 +102,7 @@ def _first_failure(items: Mapping[str, Item], width: int) -> str:
     """Return a line that quotes the first failure of named items that was not the model's doing; empty without one."""
     failures = (f"{name}: {text}" for name, item in items.items() for text in item.get("messages") or ())
     first = next(failures, "")
-    return first and "\n" + filled(f"the first failure that is not the model's, {first[:LONGEST]}", width)
+    return first and "\n" + filled(f"the first failure that is not the model's, {first[:LONGEST_FAILURE]}", width)
 
 
 def _item_rows(head: str, items: Mapping[str, Item], names: Sequence[str]) -> Rows:

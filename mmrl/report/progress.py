@@ -211,12 +211,14 @@ class Progress:
                 self._print_line(f"alarm {alarm.name} {when} ({alarm.key}): {alarm.message}", style="yellow")
         # A log file gets a bounded number of lines, however long the run is.
         if self._live is None and self._line_is_due(step):
-            self._print_line(self._line(step))
+            # An optimiser of prompts may not know how many trials it will make.
+            done = f"step {step}/{total:.0f}" if (total := self._task.total) else f"step {step}"
+            self._print_line("  ".join([done, *self._numbers(), self._pace()]))
 
     @_harmless
     def evaluation(self, step: int, split: str, metrics: Metrics) -> None:
         """Record an evaluation after `step` steps; keys with or without the prefix `eval/<split>/`."""
-        if not self._done_here and step <= self._task.completed:  # the one before training is no part of a step
+        if step <= self._task.completed <= self._resumed:  # the one before training is no part of a step
             self._bars.reset(self._task.id, completed=int(self._task.completed))
             self._bars.advance(self._task.id, 0)
         metrics = self._keep_evaluation(step, split, metrics)
@@ -294,11 +296,6 @@ class Progress:
         self._evaluations.setdefault(split, []).append((step, metrics))
         return metrics
 
-    @property
-    def _done_here(self) -> bool:
-        """True once this process has done a step."""
-        return self._task.completed > self._resumed
-
     def _draw(self) -> None:
         if self._live is not None:
             self._live.refresh()
@@ -372,11 +369,6 @@ class Progress:
             self._last_line = (step, now)
             return True
         return False
-
-    def _line(self, step: int) -> str:
-        # An optimiser of prompts may not know how many trials it will make.
-        parts = [f"step {step}/{total:.0f}" if (total := self._task.total) else f"step {step}"]
-        return "  ".join([*parts, *self._numbers(), self._pace()])
 
     def _numbers(self) -> list[str]:
         """Return the newest step in a few numbers."""

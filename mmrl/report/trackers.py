@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 WITH_TEXTS = ("wandb", "tensorboard")
 COLUMNS = ("step", "example", "module", "prompt", "completion", "reward", "advantage")
-LONGEST = {"prompt": (500, 1500), "completion": (1500, 500)}
+SENT_CHARACTERS = {"prompt": (500, 1500), "completion": (1500, 500)}
 """Characters at the start and at the end of a long text that are sent."""
 
 
@@ -183,7 +183,7 @@ def _sendable(call: Mapping[str, object]) -> list[object]:
         value = call[name]
         if isinstance(value, str):
             text = clean(value)
-            value = hide(abridged(text, *LONGEST[name]) if name in LONGEST else text)
+            value = hide(abridged(text, *SENT_CHARACTERS[name]) if name in SENT_CHARACTERS else text)
         cells.append(value)
     return cells
 

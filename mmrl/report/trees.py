@@ -172,7 +172,7 @@ def _facts(call: Call) -> str:
     return " · ".join(facts)
 
 
-def telling_examples(forest: Forest, count: int) -> list[str]:
+def informative_examples(forest: Forest, count: int) -> list[str]:
     """Return the examples worth reading first: those whose rewards differ most between rollouts (None counts as 0)."""
     rewards: defaultdict[str, list[float]] = defaultdict(list)
     for rollout in forest.rollouts:

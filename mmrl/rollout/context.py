@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
 
+from typing_extensions import override
+
 from mmrl import rng
 from mmrl.engines.base import Completion, Engine, Request, Sampling
 from mmrl.errors import (
@@ -30,7 +32,7 @@ from mmrl.records import EMPTY, LARGEST, Call, Example, Reply
 from mmrl.rollout.environment import Environment
 from mmrl.rollout.tape import Event, Tape
 from mmrl.system.user_code import finite_numbers, located
-from mmrl.tasks.base import Message
+from mmrl.tasks.base import Context, Message
 
 MEASURED = frozenset(
     {"calls", "penalty", "length", "finish_length_share", "format_rate", "attempts", "surprise", "reward"}
@@ -59,7 +61,7 @@ class Generation:
 
 
 @dataclass(slots=True)
-class RolloutContext:
+class RolloutContext(Context):
     """Implementation of `mmrl.tasks.base.Context` for one rollout."""
 
     env: Environment
@@ -81,6 +83,7 @@ class RolloutContext:
         """Events on the tape so far."""
         return self.tape.events
 
+    @override
     async def call(
         self,
         module: str,
@@ -94,7 +97,6 @@ class RolloutContext:
         facts: Mapping[str, object] = EMPTY,
         tools: Sequence[Message] = (),
     ) -> Reply:
-        """See `mmrl.tasks.base.Context.call`."""
         if module not in self.env.task.program.modules:
             raise ProgramFailure(
                 f"the program called module '{module}', its modules are {list(self.env.task.program.modules)}"
@@ -140,33 +142,33 @@ class RolloutContext:
         event.outcome.set_result(reply)
         return reply
 
+    @override
     def decode(self, ids: Sequence[int]) -> str:
-        """See `mmrl.tasks.base.Context.decode`."""
         return self.env.decode(ids)
 
+    @override
     def unchanged_by(self, arguments: Mapping[str, object]) -> bool:
-        """See `mmrl.tasks.base.Context.unchanged_by`."""
         return self.env.unchanged_by(arguments)
 
+    @override
     def leave_out(self, reply: Reply) -> None:
-        """See `mmrl.tasks.base.Context.leave_out`."""
         self.tape.leave_out(reply.context)
 
+    @override
     def leave(self) -> None:
-        """See `mmrl.tasks.base.Context.leave`."""
         self.env.engine.leave()
 
+    @override
     def enter(self) -> None:
-        """See `mmrl.tasks.base.Context.enter`."""
         self.env.engine.enter()
 
+    @override
     def measure(self, observation: Sequence[Message] | str, *, after: Reply) -> int:
-        """See `mmrl.tasks.base.Context.measure`."""
         prompt_ids, before = self._extend(observation, after)
         return len(prompt_ids) - before
 
+    @override
     async def tool(self, name: str, **arguments: object) -> object:
-        """See `mmrl.tasks.base.Context.tool`."""
         return await self.remember(name, arguments, partial(self._use, name, arguments))
 
     async def _use(self, name: str, arguments: Mapping[str, object]) -> object:
@@ -182,10 +184,10 @@ class RolloutContext:
             # The program gets a typed failure; the tool's own exception is the cause, for logs.
             raise located(ToolFailure, error, f"tool '{name}' raised ") from error
 
+    @override
     async def remember(
         self, name: str, arguments: Mapping[str, object], run: Callable[[], Awaitable[object]]
     ) -> object:
-        """See `mmrl.tasks.base.Context.remember`."""
         event = await self.tape.recorded("tool", name, arguments)
         if event is not None and not event.nested:
             return await self.tape.outcome_of(event)
@@ -204,7 +206,8 @@ class RolloutContext:
     @property
     def empty_searches(self) -> float:
         """Share of its tool results that should be a list and have nothing in it; 0 without such a tool."""
-        results = [e.outcome.result() for e in self.events if e.kind == "tool" and _succeeded(e.outcome)]
+        ended = [e.outcome for e in self.events if e.kind == "tool" and e.outcome.done() and not e.outcome.cancelled()]
+        results = [outcome.result() for outcome in ended if outcome.exception() is None]
         lists = [result for result in results if isinstance(result, list | tuple)]
         return sum(not result for result in lists) / len(lists) if lists else 0.0
 
@@ -373,10 +376,6 @@ class RolloutContext:
 
 Substitute: TypeAlias = Callable[[RolloutContext, Generation, int], Awaitable[tuple[Completion, str]]]
 """Takes a rollout's context, a generation and the number of the attempt; returns the completion and its text."""
-
-
-def _succeeded(outcome: asyncio.Future[object]) -> bool:
-    return outcome.done() and not outcome.cancelled() and outcome.exception() is None
 
 
 def _to_text(messages: Sequence[Message] | str) -> str:

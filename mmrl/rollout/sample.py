@@ -97,7 +97,7 @@ class _Tree:
                 event.call = replace(event.call, penalty=self.env.settings.caught_parse_penalty)
         if self.plan.exchange is not None and rollout.reward is not None:
             outcomes, calls = await self._without_modules(self.plan.exchange, ctx)
-            rollout = replace(rollout, counterfactuals=outcomes, calls_again=calls)
+            rollout = replace(rollout, counterfactuals=outcomes, counterfactual_calls=calls)
         self.rollouts.append((tuple(name), rollout, ctx.calls))
         if self.plan.growth is not None:
             self.tapes.append(ctx.events)
@@ -187,7 +187,14 @@ class _Tree:
             described = as_json(source.description(prediction) if isinstance(source, Described) else prediction)
             score = await self._score(ctx, prediction)
         except RolloutError as failure:
-            return self._failed(ctx, failure)
+            # A failure by infrastructure says nothing of the policy: no reward, so no credit.
+            reward = self.env.task.failure_score if failure.model_caused else None
+            return replace(
+                self._rollout(ctx, reward),
+                error=failure.kind,
+                error_message=str(failure),
+                error_traceback=failure.traceback,
+            )
         rollout = self._rollout(ctx, score.reward)
         metrics = {**score.metrics, **rollout.metrics}
         return replace(rollout, prediction=described, metrics=metrics, parts=score.parts, feedback=score.feedback)
@@ -214,16 +221,6 @@ class _Tree:
             if event.call is not None and event.call.id in score.turn_rewards:
                 event.call = replace(event.call, turn_reward=score.turn_rewards[event.call.id])
         return score
-
-    def _failed(self, ctx: RolloutContext, failure: RolloutError) -> Rollout:
-        # A failure by infrastructure says nothing of the policy: no reward, so no credit.
-        reward = self.env.task.failure_score if failure.model_caused else None
-        return replace(
-            self._rollout(ctx, reward),
-            error=failure.kind,
-            error_message=str(failure),
-            error_traceback=failure.traceback,
-        )
 
     def _rollout(self, ctx: RolloutContext, reward: float | None) -> Rollout:
         calls = ctx.calls

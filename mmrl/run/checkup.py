@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmrl.config import TrainCommandConfig
-from mmrl.report.doctor import Played, as_object, find, report
+from mmrl.report.doctor import Probe, as_object, find, report
 from mmrl.stages.step_log import StepLog
 from mmrl.system.files import atomic_write, dumps
 
@@ -20,7 +20,7 @@ FILE = "doctor.json"
 """In a run directory: the findings before training."""
 
 
-def examined(stage: WeightStage, examples: int) -> Played:
+def examined(stage: WeightStage, examples: int) -> Probe:
     """Play a few examples; leaves all sources of random numbers as they were."""
     # It imports torch, which a refused config need not wait for.
     import numpy

@@ -10,7 +10,7 @@ from pathlib import Path
 from mmrl.config import EvalCommandConfig
 from mmrl.engines import needs_model
 from mmrl.engines.base import total_usage
-from mmrl.errors import CheckpointError, StorageError, TooManyFailures, continue_with, failed_how, located, storage
+from mmrl.errors import CheckpointError, StorageError, TooManyFailures, continue_with, failure_summary, located, storage
 from mmrl.models.merged import require_undamaged
 from mmrl.records import Example, Forest
 from mmrl.report.console import show_run
@@ -150,7 +150,7 @@ def _resume(path: Path) -> str:
 
 def _failures_text(items: Sequence[JsonObject], metrics: Mapping[str, float], path: Path) -> str:
     """Say how many rollouts failed and why."""
-    causes, by_model = failed_how(failed_kinds(items)), f"{metrics['model_failed']:.0f} by the model's own doing"
+    causes, by_model = failure_summary(failed_kinds(items)), f"{metrics['model_failed']:.0f} by the model's own doing"
     text = f"{metrics['failed_share']:.1%} of the rollouts failed {causes}, {by_model}"
     if caught := metrics.get("caught_parse"):
         text += f"; {caught:.0f} replies that do not parse were caught by the program"

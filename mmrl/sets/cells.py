@@ -21,8 +21,8 @@ import pandas
 from mmrl.errors import MmrlError
 from mmrl.report.overview import Item, Overview
 from mmrl.report.stats import Difference, paired_difference, series, stratified_interval
-from mmrl.sets.queue import Run, SetRun
-from mmrl.sets.settings import VARYING, differing, seeds_text, settings_text
+from mmrl.sets.queue import CellRun, PlannedRun
+from mmrl.sets.settings import VARYING, differing, seeds_text
 from mmrl.sets.spec import SetSpec
 from mmrl.store.rundir import RunDir
 
@@ -67,7 +67,7 @@ BEHAVIOUR = (
 
 
 @dataclass(frozen=True)
-class Scored:
+class RunResult:
     """A run of a cell, finished or not."""
 
     seed: int
@@ -190,16 +190,16 @@ class SetResult:
     spec: SetSpec
     rows: Sequence[str]
     columns: Sequence[str]
-    runs: Mapping[tuple[str, str], Sequence[Run]]
+    runs: Mapping[tuple[str, str], Sequence[CellRun]]
     """(row, column) -> the runs with its scores, one per seed."""
-    queue: Sequence[SetRun] = ()
+    queue: Sequence[PlannedRun] = ()
     """Runs in the order in which they start, each once; none where they are only looked at."""
     extra_notes: Sequence[str] = ()
     command: Sequence[str] = ()
     """Words of the command that makes this page again; none of a page that no command makes by itself."""
     settings: Sequence[str] = ()
     """Settings of every run, as typed."""
-    scored: ClassVar[type[Scored]] = Scored
+    result_type: ClassVar[type[RunResult]] = RunResult
 
     @property
     def decimals(self) -> int:
@@ -211,7 +211,7 @@ class SetResult:
         """Facts of the set itself, the first ones above the tables."""
         return {"shows": self.spec.shows}
 
-    def opening(self, missing: Sequence[SetRun]) -> str:
+    def opening(self, missing: Sequence[PlannedRun]) -> str:
         """Return what is about to run."""
         return f"set {self.name}: {len(self.queue)} runs, {len(missing)} missing"
 
@@ -233,15 +233,15 @@ class SetResult:
         return overview if isinstance(overview, Overview) else None
 
     @cached_property
-    def read(self) -> tuple[dict[tuple[str, str], list[Scored]], list[str]]:
+    def read(self) -> tuple[dict[tuple[str, str], list[RunResult]], list[str]]:
         """Started runs by (row, column), in the order of seeds; and the problems, as sentences."""
-        started: dict[tuple[str, str], list[Scored]] = {}
+        started: dict[tuple[str, str], list[RunResult]] = {}
         problems: list[str] = []
         for pair, runs in self.runs.items():
-            cell_runs: list[Scored] = []
+            cell_runs: list[RunResult] = []
             missing = []
             for run in runs:
-                scored, problem = self._scored(pair, run)
+                scored, problem = self._run_result(pair, run)
                 cell_runs += [scored] if scored is not None else []
                 if problem:
                     problems.append(f"{self._pair_name(pair)}, seed {run.seed}: {problem}")
@@ -256,7 +256,7 @@ class SetResult:
             started[pair] = sorted(cell_runs, key=lambda scored: scored.seed)
         return started, problems
 
-    def _scored(self, pair: tuple[str, str], run: Run) -> tuple[Scored | None, str]:
+    def _run_result(self, pair: tuple[str, str], run: CellRun) -> tuple[RunResult | None, str]:
         """Return a run if it has started and can be read, else None; and its problem."""
         chain: list[Overview] = []
         for overview in (self.overviews.get(link.path) for link in run.chain):
@@ -265,22 +265,22 @@ class SetResult:
             chain += [overview] if overview is not None else []
         if run.path not in self.overviews:
             return None, run.failure()
-        scored = self.scored(run.seed, self.metric(*pair), chain)
+        scored = self.result_type(run.seed, self.metric(*pair), chain)
         failed = (scored.overview.summary.get("metrics") or {}).get("failed_share", 0)
         partly = f"{failed:.1%} of the rollouts failed from outside and count 0" if failed and scored.finished else ""
         extended = [link.run for link in chain if self.queue and link.run.segments]
         longer = ", ".join(f"{run.path} was extended to {run.segments[-1]['steps']} steps" for run in extended)
         return scored, run.failure() or partly or longer
 
-    def started(self, row: str, column: str) -> list[Scored]:
+    def started(self, row: str, column: str) -> list[RunResult]:
         """Return the started runs of a cell, by seed."""
         return self.read[0].get((row, column), [])
 
-    def finished(self, row: str, column: str) -> list[Scored]:
+    def finished(self, row: str, column: str) -> list[RunResult]:
         """Return the runs of a cell that have ended with scores, by seed."""
         return [scored for scored in self.started(row, column) if scored.finished]
 
-    def started_in(self, column: str) -> dict[str, list[Scored]]:
+    def started_in(self, column: str) -> dict[str, list[RunResult]]:
         """Return row -> its started runs, for the rows of a column that have any."""
         return {row: runs for row in self.rows if (runs := self.started(row, column))}
 
@@ -371,13 +371,13 @@ class SetResult:
         def listed(read: Callable[[Overview], object]) -> str:
             return "; ".join(dict.fromkeys(str(text) for run in overviews if (text := read(run))))
 
-        own = self.spec.seeds if self.queue else ()
+        own, marked = self.spec.seeds if self.queue else (), "; what is marked * was not made with the set's own"
         facts = {
             **self.about,
             "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
             "cells": f"{self.done} of {self.total}",
             "command": shlex.join(self.command),
-            "settings": settings_text(self.settings, any(run.other for run in self.queue)),
+            "settings": shlex.join(self.settings) + marked * any(run.other for run in self.queue),
             "seeds": seeds_text({row: [run.seed for run in runs] for (row, _), runs in self.runs.items()}, own),
             "commit": listed(lambda run: str((run.environment.get("mmrl_git") or {}).get("commit", "-"))[:10]),
             "machine": listed(lambda run: run.environment.get("cpu", "-")),

@@ -23,10 +23,10 @@ from mmrl.report.overview import damage_named, find_runs
 from mmrl.run.check import check_all
 from mmrl.run.settle import allocate
 from mmrl.sets.cells import SetResult
-from mmrl.sets.found import found_set
+from mmrl.sets.found import set_of_run_dirs
 from mmrl.sets.page import SetPage, redraw
 from mmrl.sets.plan import TOP, Compose, Planner
-from mmrl.sets.queue import RunQueue, by_cell, state_of
+from mmrl.sets.queue import RunQueue, by_cell, run_state
 from mmrl.sets.spec import Column, Row, SetSpec
 from mmrl.sets.words import is_below, read_set, set_folders, words_of_steps
 from mmrl.system.stop import stoppable
@@ -134,7 +134,7 @@ def _compare_runs(request: SetRequest, keys: SetKeys) -> int:
     # A folder of runs is a set with the folder's name; single run directories have no common name.
     one_folder = len(paths) == 1 and runs[0].resolve() != paths[0].resolve()
     with damage_named(" ".join(map(str, paths))):
-        result = found_set(keys.name or (paths[0].resolve().name if one_folder else "runs"), runs)
+        result = set_of_run_dirs(keys.name or (paths[0].resolve().name if one_folder else "runs"), runs)
     result = replace(result, command=typed_command(request))
     out = keys.out or (paths[0] if one_folder else allocate(TOP, keys.name or f"{datetime.now():%Y-%m-%d_%H-%M-%S}"))
     _show(SetPage(result), Path(out))
@@ -165,14 +165,14 @@ def run_set(
     if any(word.lstrip("+").startswith("run.dir=") for word in request.overrides):
         problems.append("run.dir: a set has a directory for each run; leave it out")
     refuse(problems)
-    through = shlex.split(keys.through or "")
+    launcher = shlex.split(keys.through or "")
     # Side by side on this machine; a scheduler gives each run what it asks for.
     threads = any(is_below(word, ("hardware.threads",)) for word in request.overrides)
-    single = ["hardware.threads=1"] if keys.jobs > 1 and not through and not threads else []
+    single = ["hardware.threads=1"] if keys.jobs > 1 and not launcher and not threads else []
     planner.overrides = [*single, *planner.overrides]
     plan = replace(planner.plan(name, rows, columns, seeds), command=typed_command(request), settings=request.overrides)
     if keys.do == "plan":
-        print(_plan_text(plan, f"{keys.through} " if through else ""))
+        print(_plan_text(plan, f"{keys.through} " if launcher else ""))
         return 0
     # The page of a selection, or of other settings, must not overwrite the page of the whole set.
     part = keys.rows or keys.columns or seeds or any(run.other for run in plan.queue)
@@ -181,7 +181,7 @@ def run_set(
         _show(page(plan), out)
         return 0
     # A result caches its runs, so each page gets a fresh one.
-    return _run(plan, keys.jobs, through, request.config_dir, lambda: page(replace(plan)), out)
+    return _run(plan, keys.jobs, launcher, request.config_dir, lambda: page(replace(plan)), out)
 
 
 def typed_command(request: SetRequest) -> list[str]:
@@ -209,7 +209,7 @@ def _selected(key: str, text: str | None, names: Sequence[str], problems: list[s
 def _run(
     plan: SetResult,
     at_once: int,
-    through: Sequence[str],
+    launcher: Sequence[str],
     config_dir: str | None,
     page: Callable[[], SetPage],
     out: Path,
@@ -218,11 +218,11 @@ def _run(
     missing = []
     for run in plan.queue:
         with gathered(problems):
-            missing += [run] if state_of(run.path) != "finished" else []
+            missing += [run] if run_state(run.path) != "finished" else []
     refuse(dict.fromkeys(problems))
     print(plan.opening(missing), flush=True)
     first = [runs[0] for runs in by_cell(missing).values()]
-    if through:
+    if launcher:
         from mmrl.commands.plan import problems_elsewhere
 
         # The data and devices of another machine are checked there, when each run starts.
@@ -236,7 +236,7 @@ def _run(
                     check_all([run.config.in_folder(None)], [word.partition("=")[0].lstrip("+~") for word in run.words])
         refuse(dict.fromkeys(problems))
 
-    queue = RunQueue(plan.queue, at_once, config_dir, lambda: redraw(page, out), through)
+    queue = RunQueue(plan.queue, at_once, config_dir, lambda: redraw(page, out), launcher)
     with stoppable():
         try:
             queue.run()
@@ -257,11 +257,11 @@ def _show(page: SetPage, out: Path) -> None:
     print("\nwritten: " + ", ".join(map(str, page.write(out))))
 
 
-def _plan_text(plan: SetResult, through: str) -> str:
-    parts = [plan.opening([run for run in plan.queue if state_of(run.path) != "finished"])]
+def _plan_text(plan: SetResult, launcher: str) -> str:
+    parts = [plan.opening([run for run in plan.queue if run_state(run.path) != "finished"])]
     for (command, row, column), runs in by_cell(plan.queue).items():
-        states = [(run.seed, state_of(run.path)) for run in runs]
+        states = [(run.seed, run_state(run.path)) for run in runs]
         seeds = " ".join(f"{seed}{'' if state == 'new' else f' ({state})'}" for seed, state in states)
         where = f" on {column}" if column else ""
-        parts.append(f"{command} {row}{where}, seeds {seeds}:\n  {through}{runs[0].command_line()}")
+        parts.append(f"{command} {row}{where}, seeds {seeds}:\n  {launcher}{runs[0].command_line()}")
     return "\n\n".join(parts)

@@ -10,13 +10,13 @@ from mmrl.config.base import literal
 from mmrl.report.overview import Overview
 from mmrl.sets.cells import SetResult
 from mmrl.sets.plan import main_metrics
-from mmrl.sets.queue import Run
+from mmrl.sets.queue import CellRun
 from mmrl.sets.settings import NOT_VARIANTS, STARTED, settings_of
 from mmrl.sets.spec import Column, Row, SetSpec
 from mmrl.store.rundir import RunDir
 
 
-def found_set(name: str, paths: Sequence[Path], shows: str = "runs side by side") -> SetResult:
+def set_of_run_dirs(name: str, paths: Sequence[Path], shows: str = "runs side by side") -> SetResult:
     """Group existing runs into a set: a row per algorithm (and config), a column per task and split.
 
     Raises:
@@ -29,7 +29,7 @@ def found_set(name: str, paths: Sequence[Path], shows: str = "runs side by side"
         tasks.setdefault((str(run.get("task.name", "?")), run.split), []).append(run)
     several_splits = len({split for _, split in tasks}) > 1
     columns: dict[str, Column] = {}
-    runs: dict[tuple[str, str], list[Run]] = {}
+    runs: dict[tuple[str, str], list[CellRun]] = {}
     notes: list[str] = []
     for (task, split), members in tasks.items():
         column = f"{task} ({split})" if several_splits else task
@@ -45,7 +45,7 @@ def found_set(name: str, paths: Sequence[Path], shows: str = "runs side by side"
     return SetResult(name=name, spec=spec, rows=[*spec.rows], columns=[*columns], runs=runs, extra_notes=notes)
 
 
-def _existing_run(path: Path, metric: str = "") -> Run:
+def _existing_run(path: Path, metric: str = "") -> CellRun:
     """Return an existing run, with the runs that it starts from."""
     config = RunDir.read(path).config
     start = Path(config["start"]["run"]) if config.get("start") else None
@@ -53,7 +53,7 @@ def _existing_run(path: Path, metric: str = "") -> Run:
     folders = [start, path.parent / start.name] if start is not None else []
     before = next((folder for folder in folders if (folder / "config.yaml").is_file()), None)
     after = _existing_run(before) if before is not None else None
-    return Run(seed=int(config.get("seed", 0)), path=path, after=after, metric=metric)
+    return CellRun(seed=int(config.get("seed", 0)), path=path, after=after, metric=metric)
 
 
 def _labels(members: Sequence[Overview]) -> Iterator[str]:

@@ -24,7 +24,7 @@ from mmrl.sets.cells import (
     LEAST_ITEMS,
     LEAST_SEEDS,
     Interval,
-    Scored,
+    RunResult,
     SetResult,
     Value,
     behaviour_in,
@@ -90,15 +90,6 @@ def after_training(result: SetResult, value: Value) -> str:
     return number(result, value.mean, value.std) + seeds + (MARK if value.other and value.seeds else "")
 
 
-def _cell_rows(result: SetResult) -> Rows:
-    """Return a line per cell."""
-    rows = [["row", "column", "after", "std", "seeds", "95 % interval", "items", "settings"]]
-    for value in result.values:
-        mean, std = number(result, value.mean), number(result, value.std)
-        rows.append([value.row, value.label, mean, std, *cell_facts(result, value)])
-    return rows
-
-
 def cell_facts(result: SetResult, value: Value) -> list[str]:
     """Return what a value rests on: seeds, interval, items, and settings that are not the set's."""
     between = f"[{', '.join(number(result, end) for end in value.interval)}]" if value.interval else ""
@@ -143,7 +134,7 @@ def learning_part(result: SetResult, column: str) -> Part:
     return Part(title, _summary_rows(result, column, runs_by_row), LEARNS)
 
 
-def _summary_rows(result: SetResult, column: str, runs_by_row: Mapping[str, Sequence[Scored]]) -> Rows:
+def _summary_rows(result: SetResult, column: str, runs_by_row: Mapping[str, Sequence[RunResult]]) -> Rows:
     """Return a line per row: means over seeds, the range of the differences, behaviour before and after."""
     all_runs = [run for runs in runs_by_row.values() for run in runs]
     listed = [b for b in BEHAVIOUR if any(behaviour_in(run.latest, b) is not None for run in all_runs)]
@@ -178,7 +169,7 @@ def _mean(values: Sequence[float], format_value: Callable[[float], str] = fixed)
     return format_value(fmean(values)) if values else "-"
 
 
-def _learns(runs: Sequence[Scored], seed_count: int) -> str:
+def _learns(runs: Sequence[RunResult], seed_count: int) -> str:
     """Return `yes`, `no` or `undecided`, with what it rests on."""
     decided = [run.learned for run in runs if run.learned is not None]
     # One seed below the threshold decides: all seeds have to learn.
@@ -196,7 +187,7 @@ def _learns(runs: Sequence[Scored], seed_count: int) -> str:
     return f"undecided ({len(decided)} of {max(LEAST_SEEDS, seed_count)} seeds)"
 
 
-def _cost_rows(runs_by_row: Mapping[str, Sequence[Scored]]) -> Rows:
+def _cost_rows(runs_by_row: Mapping[str, Sequence[RunResult]]) -> Rows:
     """Return a line per row: the mean cost of its runs so far."""
     means = pandas.DataFrame([pandas.DataFrame([run.costs for run in runs]).mean() for runs in runs_by_row.values()])
     means = means.loc[:, means.any()]
@@ -207,7 +198,7 @@ def _cost_rows(runs_by_row: Mapping[str, Sequence[Scored]]) -> Rows:
     return rows
 
 
-def _seed_rows(runs_by_row: Mapping[str, Sequence[Scored]]) -> Rows:
+def _seed_rows(runs_by_row: Mapping[str, Sequence[RunResult]]) -> Rows:
     """Return a line per run: paired difference with its interval."""
     table = [["row", "seed", "items", "before", "after", "difference", "95 % interval", "time", "state"]]
     for row, run in ((row, run) for row, runs in runs_by_row.items() for run in runs):
@@ -254,7 +245,11 @@ class SetPage:
     @property
     def cells(self) -> Rows:
         """A line per cell."""
-        return _cell_rows(self.result)
+        result, rows = self.result, [["row", "column", "after", "std", "seeds", "95 % interval", "items", "settings"]]
+        for value in result.values:
+            mean, std = number(result, value.mean), number(result, value.std)
+            rows.append([value.row, value.label, mean, std, *cell_facts(result, value)])
+        return rows
 
     @cached_property
     def figure(self) -> SetFigure | None:
@@ -314,21 +309,18 @@ class SetPage:
         lines = [": ".join(filter(None, [str(run.path), run.command_line()])) for run in runs]
         return rendered("set.html", ["charts.js"] if self.figure else [], title=self.result.name, page=self, runs=lines)
 
-    def _latex(self) -> str:
-        places, *ours = grid(self.result, after_training)
-        table: str = pandas.DataFrame(ours, columns=places).to_latex(index=False, escape=True)
-        head = "".join(f"% {name}: {text}\n" for name, text in self.result.head.items())
-        return head + table
-
     def write(self, folder: Path) -> list[Path]:
         """Write `set.html`, `.md`, `.json`, `.csv`, `.tex` and a figure's files; returns their paths."""
         names, *cells = self.cells
+        places, *ours = grid(self.result, after_training)
+        latex = pandas.DataFrame(ours, columns=places).to_latex(index=False, escape=True)
+        head = "".join(f"% {name}: {text}\n" for name, text in self.result.head.items())
         files: dict[str, str | bytes] = {
             "set.html": self.html(),
             "set.md": self.markdown(),
             "set.json": dumps(self.content, indent=1) + "\n",
             "set.csv": pandas.DataFrame(cells, columns=names).to_csv(index=False),
-            "set.tex": self._latex(),
+            "set.tex": head + latex,
             **(self.figure.files if self.figure else {}),
         }
         folder.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from mmrl.config import EvalCommandConfig, RootConfig, StageConfig
 from mmrl.config.base import value_at
 from mmrl.errors import ConfigError, gathered, refuse
 from mmrl.sets.cells import SetResult
-from mmrl.sets.queue import SetRun
+from mmrl.sets.queue import PlannedRun
 from mmrl.sets.settings import PLACES
 from mmrl.sets.spec import Command, SetSpec
 from mmrl.sets.words import is_below, words_of
@@ -44,7 +44,7 @@ class Planner:
     overrides: Sequence[str]
     typed: Sequence[str] = ()
     config_dir: str | None = None
-    runs: dict[Path, SetRun] = field(default_factory=dict)
+    runs: dict[Path, PlannedRun] = field(default_factory=dict)
     composed: dict[tuple[str, ...], Config] = field(default_factory=dict)
     result: Callable[..., SetResult] = SetResult
 
@@ -75,11 +75,11 @@ class Planner:
 
     def _planned(
         self, rows: Sequence[str], columns: Sequence[str], seeds: Sequence[int]
-    ) -> tuple[dict[tuple[str, str], list[SetRun]], list[str]]:
+    ) -> tuple[dict[tuple[str, str], list[PlannedRun]], list[str]]:
         """Return the runs of each cell, and every problem of their configs."""
         spec = self.spec
         pairs = [(row, column) for row, column in spec.pairs if row in rows and column in columns]
-        cells: dict[tuple[str, str], list[SetRun]] = {pair: [] for pair in pairs}
+        cells: dict[tuple[str, str], list[PlannedRun]] = {pair: [] for pair in pairs}
         problems: list[str] = []
         found: dict[tuple[str, str], list[str]] = {}
         # A row may declare fewer seeds (nothing in it is random); `seed=` does not change these.
@@ -98,11 +98,11 @@ class Planner:
                 problems += [f"{cell_name}: {problem}" for problem in cell_problems if problem not in known]
         return cells, problems
 
-    def cell_run(self, row: str, column: str, seed: int) -> SetRun:
+    def cell_run(self, row: str, column: str, seed: int) -> PlannedRun:
         """Plan the run whose scores a cell has."""
         return self.training(row, column, seed)
 
-    def training(self, row: str, column: str, seed: int) -> SetRun:
+    def training(self, row: str, column: str, seed: int) -> PlannedRun:
         """Plan the training of a row, with those that it starts from."""
         method, after = self.spec.rows[row], None
         words = self.words(row, column)
@@ -132,17 +132,17 @@ class Planner:
             for group, name in (("model", config.model.name), ("task", config.task.name)):
                 if name in options(group) and not any(word.startswith(f"{group}=") for word in words):
                     words = [f"{group}={name}", *words]
-        run = SetRun(row=row, column=column, seed=seed, words=words, config=config, path=Path(), after=after)
+        run = PlannedRun(row=row, column=column, seed=seed, words=words, config=config, path=Path(), after=after)
         return self.placed(run, identity)
 
     def words(self, row: str, column: str) -> list[str]:
         """Return the overrides of a row's training."""
         return words_of(self.spec, row, column, self.overrides)
 
-    def placed(self, run: SetRun, identity: Mapping[str, object]) -> SetRun:
+    def placed(self, run: PlannedRun, identity: Mapping[str, object]) -> PlannedRun:
         """Give a run its folder, unless the set has it already: then return that one."""
         task, algo = run.config.task.name, str(value_at(run.config, "algo.name") or "eval")
-        path = RUNS / task / algo / f"s{run.seed}-{digest(run.config, identity)}"
+        path = RUNS / task / algo / f"s{run.seed}-{settings_digest(run.config, identity)}"
         if path not in self.runs:
             words = [*run.words, f"seed={run.seed}"]
             self.runs[path] = replace(run, path=path, words=words, metric=main_metrics().get(task, "reward"))
@@ -161,7 +161,7 @@ def main_metrics() -> dict[str, str]:
     return {name: str(task.main_metric) for name, task in TASKS.items() if hasattr(task, "main_metric")}
 
 
-def digest(config: RootConfig, identity: Mapping[str, object]) -> str:
+def settings_digest(config: RootConfig, identity: Mapping[str, object]) -> str:
     """Return the digest of a run's settings, whatever its folder and machine."""
     settings = config.model_dump(mode="json")
     content = {key: value for key, value in settings.items() if key not in MACHINE_SECTIONS}

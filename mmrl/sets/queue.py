@@ -38,7 +38,7 @@ State = Literal["new", "unfinished", "finished"]
 
 
 @dataclass(kw_only=True)
-class Run:
+class CellRun:
     """A run of a set: its folder, and the run that it starts from."""
 
     seed: int
@@ -70,7 +70,7 @@ class Run:
 
 
 @dataclass(kw_only=True)
-class SetRun(Run):
+class PlannedRun(CellRun):
     """A run that a set starts: its settings and its state."""
 
     row: str
@@ -114,9 +114,9 @@ class SetRun(Run):
         return f"exit code {self.code}{message}"
 
 
-def by_cell(runs: Sequence[SetRun]) -> dict[tuple[Command, str, str], list[SetRun]]:
+def by_cell(runs: Sequence[PlannedRun]) -> dict[tuple[Command, str, str], list[PlannedRun]]:
     """Group runs by (command, row, column): they differ in their seed alone."""
-    cells: dict[tuple[Command, str, str], list[SetRun]] = {}
+    cells: dict[tuple[Command, str, str], list[PlannedRun]] = {}
     for run in runs:
         cells.setdefault((run.command, run.row, run.column), []).append(run)
     return cells
@@ -133,16 +133,16 @@ def day_of(folders: Iterable[Path]) -> str:
 class RunQueue:
     """Queue of child processes, `at_once` of them at a time."""
 
-    runs: Sequence[SetRun]
+    runs: Sequence[PlannedRun]
     at_once: int
     """Processes; each has one thread where there are several on this machine."""
     config_dir: str | None
     on_done: Callable[[], None]
     """Called after each run that ended well."""
-    through: Sequence[str] = ()
+    launcher: Sequence[str] = ()
     """A command that starts a child somewhere else and ends with it (`srun --gpus-per-node=8`), before its words; its
     machine is then not this one."""
-    running: list[tuple[SetRun, subprocess.Popen[bytes], float]] = field(default_factory=list)
+    running: list[tuple[PlannedRun, subprocess.Popen[bytes], float]] = field(default_factory=list)
     """Runs under way with their processes and the time of their start."""
 
     def run(self) -> None:
@@ -167,11 +167,11 @@ class RunQueue:
             self._stop()
             raise
 
-    def _start(self, run: SetRun) -> None:
+    def _start(self, run: PlannedRun) -> None:
         try:
             if run.after is not None and run.after.code != 0:
                 raise ConfigError(f"{run.after.name} failed")
-            state = state_of(run.path)
+            state = run_state(run.path)
             # A run whose set was killed gets SIGTERM from the system and still writes its last checkpoint.
             if state == "unfinished" and not _within(LOCK_S, lambda: not RunDir(run.path).in_use):
                 raise ConfigError(f"{run.path}: another process has this run; try again once it has ended")
@@ -185,7 +185,7 @@ class RunQueue:
             self._say(f"{run.name}: finished before, kept")
             return
         # A process each: a run that dies of memory or a signal takes neither the queue nor the others along.
-        command = [*self.through, *MMRL, run.command]
+        command = [*self.launcher, *MMRL, run.command]
         if state == "unfinished":
             command.append(f"resume={run.path}")
         else:
@@ -196,7 +196,7 @@ class RunQueue:
             command += [*(("--config-dir", self.config_dir) if self.config_dir else ()), *words]
         run.path.parent.mkdir(parents=True, exist_ok=True)
         # Runs side by side would otherwise each take all CPUs and wait for one another.
-        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} if self.at_once > 1 and not self.through else {}
+        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} if self.at_once > 1 and not self.launcher else {}
         # Appended, so that the log of a continued run has its earlier output too.
         with open(run.log, "ab") as log:
             process = subprocess.Popen(
@@ -211,11 +211,11 @@ class RunQueue:
         self.running.append((run, process, time.monotonic()))
         self._say(f"{run.name}: {'continues' if state == 'unfinished' else 'starts'} (log: {run.log})")
 
-    def _end(self, run: SetRun, process: subprocess.Popen[bytes], started: float) -> None:
+    def _end(self, run: PlannedRun, process: subprocess.Popen[bytes], started: float) -> None:
         run.code = process.returncode
-        if run.code == 0 and self.through and not _within(SHARED_S, lambda: state_of(run.path) == "finished"):
+        if run.code == 0 and self.launcher and not _within(SHARED_S, lambda: run_state(run.path) == "finished"):
             run.code = 1
-            run.reason = f"through: {self.through[0]} has ended, and the run has not; it must stay until then"
+            run.reason = f"through: {self.launcher[0]} has ended, and the run has not; it must stay until then"
         if run.code == 0:
             self._say(f"{run.name}: done in {duration(time.monotonic() - started)}")
             self.on_done()
@@ -246,7 +246,7 @@ def _within(seconds: float, check: Callable[[], bool]) -> bool:
     return holds
 
 
-def state_of(path: Path) -> State:
+def run_state(path: Path) -> State:
     """Return the state of the run in a folder; remove the leftovers of a start that was killed at once.
 
     The name of a set's run directory is a digest of its settings, so a run there has these.

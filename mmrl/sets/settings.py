@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 
 from mmrl.config.base import flattened, literal
@@ -67,8 +66,3 @@ def seeds_text(seeds: Mapping[str, Sequence[int]], own: Sequence[int]) -> str:
     typed = own and not any(set(own) <= set(numbers) for numbers in seeds.values())
     texts = [most, *(f"{numbers} of {', '.join(names)}" for numbers, names in others)]
     return "; ".join([*texts, *([f"the set's own are {', '.join(map(str, own))}"] if typed else [])])
-
-
-def settings_text(typed: Sequence[str], other: bool) -> str:
-    """Return the typed settings, and what they make of the cells where their runs are others than the set's."""
-    return shlex.join(typed) + ("; what is marked * was not made with the set's own" if other else "")

@@ -17,9 +17,9 @@ from mmrl.report.text import align
 from mmrl.run.check import check_all
 from mmrl.run.session import begin, resume
 from mmrl.run.settle import config_changes, run_folder
-from mmrl.sets.found import found_set
+from mmrl.sets.found import set_of_run_dirs
 from mmrl.sets.page import learning_part
-from mmrl.sets.queue import State, day_of, state_of
+from mmrl.sets.queue import State, day_of, run_state
 from mmrl.store.rundir import RunDir
 from mmrl.system.files import JsonObject
 from mmrl.system.processes import launched
@@ -97,7 +97,7 @@ def _show(folders: Sequence[Path]) -> None:
     if len(present) < 2:
         return
     try:
-        result = found_set("sweep", present)
+        result = set_of_run_dirs("sweep", present)
         # Only the learning tables: a search has too many runs for a table of all pairs.
         for part in (learning_part(result, column) for column in result.columns if result.started_in(column)):
             print(f"\n{part.title}\n{align(part.rows)}")
@@ -143,7 +143,7 @@ def job_state(path: Path, config: RootConfig) -> State:
     Raises:
         ConfigError: it holds something else than this run.
     """
-    if (state := state_of(path)) == "new":
+    if (state := run_state(path)) == "new":
         return state
     stored = RunDir.read(path).config
     changes = config_changes(stored, config.model_dump(mode="json"))

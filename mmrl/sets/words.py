@@ -43,7 +43,14 @@ def read_set(schema: type[SpecT], name: str, folders: Sequence[Path], config_dir
     content = read_yaml(path)
     if isinstance(content, dict) and isinstance(base := content.get("base"), str):
         content["base"] = read_yaml(_file_of("set/base", base, [folder / "base" for folder in folders]))
-    spec, declared = _validated(content, path, schema), options("algo", config_dir)
+    try:
+        spec = schema.model_validate(as_tuples(content))
+    except ValidationError as error:
+        problems = explain(schema, error)
+        if any(problem.startswith(tuple(f"{key}: unknown" for key in OF_PAPERS)) for problem in problems):
+            problems.append("tables with values of a paper, scores or scales are run by: python -m scripts.papers NAME")
+        raise ConfigError(f"{path}: {problem}" for problem in problems) from None
+    declared = options("algo", config_dir)
     layers = (("algos", spec.algos), ("base.algos", spec.base.algos))
     if problems := [problem for key, algos in layers for problem in undeclared(key, algos, declared)]:
         raise ConfigError(f"{path}: {problem}" for problem in problems)
@@ -132,13 +139,3 @@ def _file_of(kind: str, name: str, folders: Sequence[Path]) -> Path:
     if not path.is_file():
         raise ConfigError(f"{path}: is not a file")
     return path
-
-
-def _validated(content: object, path: Path, schema: type[SpecT]) -> SpecT:
-    try:
-        return schema.model_validate(as_tuples(content))
-    except ValidationError as error:
-        problems = explain(schema, error)
-        if any(problem.startswith(tuple(f"{key}: unknown" for key in OF_PAPERS)) for problem in problems):
-            problems.append("tables with values of a paper, scores or scales are run by: python -m scripts.papers NAME")
-        raise ConfigError(f"{path}: {problem}" for problem in problems) from None

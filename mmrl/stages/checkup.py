@@ -15,7 +15,7 @@ from mmrl.engines.base import total_usage
 from mmrl.errors import MmrlError
 from mmrl.records import Call, Forest
 from mmrl.report.alarms import NEVER_FACTS
-from mmrl.report.doctor import Played
+from mmrl.report.doctor import Probe
 from mmrl.rollout.environment import Environment, Stopwatch
 from mmrl.rollout.sample import sample
 from mmrl.stages.collect import batch_of, train_calls
@@ -31,7 +31,7 @@ COMPARED = 8
 """Calls of a module whose log-probabilities the trainer computes too."""
 
 
-def examine(stage: WeightStage, count: int) -> tuple[Played, Forest]:
+def examine(stage: WeightStage, count: int) -> tuple[Probe, Forest]:
     """Play `count` training examples as a step would; a collective of all processes of the run.
 
     Returns:
@@ -66,7 +66,7 @@ def examine(stage: WeightStage, count: int) -> tuple[Played, Forest]:
         metrics["endpoint/retried"] = spent["endpoint/retries"] / requests
     if isinstance(task, Searching) and "train" in task.gold_shares:
         metrics["corpus/coverage"] = task.gold_shares["train"]
-    return Played(
+    return Probe(
         title=f"{config.algo.name} on {task.name} with {config.model.path} ({config.engine.name})",
         examples=len(examples),
         seconds=seconds,

@@ -16,7 +16,7 @@ from typing import Any
 
 from mmrl import rng
 from mmrl.config import EvalConfig, RootConfig
-from mmrl.errors import MODEL_CAUSED, DataError, TooManyFailures, failed_how
+from mmrl.errors import MODEL_CAUSED, DataError, TooManyFailures, failure_summary
 from mmrl.records import Example, Forest
 from mmrl.report.stats import bootstrap_interval
 from mmrl.rollout.environment import Environment
@@ -288,7 +288,7 @@ def too_many_failed(items: Sequence[Item], settings: EvalConfig) -> str:
     share, limit = fmean(item["failed_share"] for item in items) if items else 0.0, settings.max_failed_share
     if share <= limit:
         return ""
-    causes, failures = failed_how(failed_kinds(items)), infrastructure_failures(items)
+    causes, failures = failure_summary(failed_kinds(items)), infrastructure_failures(items)
     return f"{share:.0%} of the rollouts failed {causes}, more than eval.max_failed_share={limit:.0%} ({failures})"
 
 

@@ -8,9 +8,9 @@ from itertools import combinations
 from statistics import fmean, pstdev
 
 from mmrl.credit.entries import Entry
-from mmrl.errors import MODEL_CAUSED, ConfigError, LengthFailure, TooManyFailures, failed_how
+from mmrl.errors import MODEL_CAUSED, ConfigError, LengthFailure, TooManyFailures, failure_summary
 from mmrl.records import EMPTY, Call, Forest, Rollout
-from mmrl.report.trees import telling_examples
+from mmrl.report.trees import informative_examples
 from mmrl.tasks.base import Task
 from mmrl.tasks.metrics import normalize
 
@@ -42,7 +42,7 @@ def forest_metrics(
     if forest.caught:
         metrics["rollouts/caught_parse"] = float(len(forest.caught))
     metrics["rollouts/calls"] = float(len(forest.calls))
-    if repeated := sum(rollout.calls_again for rollout in forest.rollouts):
+    if repeated := sum(rollout.counterfactual_calls for rollout in forest.rollouts):
         metrics["rollouts/calls_again"] = float(repeated)
     metrics["rollouts/tokens"] = float(sum(call.completion_tokens for call in forest.calls.values()))
     for module, calls in by_module(forest).items():
@@ -118,7 +118,10 @@ def refuse_failures(
     """
     if (share := failed_share(errors)) <= limit:
         return
-    causes, first = failed_how(error for error in errors if error is not None and error not in MODEL_CAUSED), failed[0]
+    causes, first = (
+        failure_summary(error for error in errors if error is not None and error not in MODEL_CAUSED),
+        failed[0],
+    )
     trace = f"\n{first.error_traceback.rstrip()}" if first.error_traceback else ""
     raise TooManyFailures(
         f"{where}: {share:.0%} of the rollouts failed {causes}, more than {key}.max_failed_share={limit:.0%}; "
@@ -196,7 +199,7 @@ def shown_calls(forest: Forest, entries: Sequence[Entry], limit: int) -> list[di
     calls: dict[str, list[Call]] = defaultdict(list)
     for call in forest.calls.values():
         calls[call.example].append(call)
-    for example in telling_examples(forest, limit):
+    for example in informative_examples(forest, limit):
         for call in calls[example]:
             entry = credited.get(call.id)
             row = {"example": example, "module": call.module, "prompt": call.prompt_text, "completion": call.text}

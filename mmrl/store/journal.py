@@ -29,6 +29,9 @@ LARGEST_FILE = 2**30
 DAMAGE = (EOFError, zlib.error, ValueError, KeyError, TypeError, IndexError, RecursionError)
 """Errors that a damaged journal makes its readers raise."""
 _PROMPT = ("prompt_ids", "prompt_text")
+_STORED_AS = {"counterfactual_calls": "calls_again"}
+"""Fields -> their names in the file, where these differ."""
+_READ_AS = {stored: name for name, stored in _STORED_AS.items()}
 
 Prompt: TypeAlias = tuple[tuple[int, ...], str]
 
@@ -143,7 +146,7 @@ def decode_step(lines: Sequence[JsonObject]) -> tuple[Forest, list[JsonObject]]:
             prompt = prompts[record.pop("prompt")]
             calls.append(Call(**_tuples(record), **prompt))
         elif kind == "rollout":
-            rollouts.append(Rollout(**record))
+            rollouts.append(Rollout(**{_READ_AS.get(key, key): value for key, value in record.items()}))
         elif kind == "entry":
             entries.append(_tuples(record))
         else:
@@ -172,7 +175,7 @@ def fields_of(record: object, leave_out: Sequence[str] = ()) -> JsonObject:
     for field in dataclasses.fields(cast(Any, record)):
         value = getattr(record, field.name)
         if field.name not in leave_out and (field.default is dataclasses.MISSING or value != field.default):
-            written[field.name] = value
+            written[_STORED_AS.get(field.name, field.name)] = value
     return written
 
 

@@ -10,6 +10,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
@@ -71,23 +72,15 @@ def _git(folder: Path, *arguments: str) -> str | None:
 @cache  # read from some fifty files, for each run and export
 def versions() -> dict[str, str]:
     """Return package -> version: of mmrl, and of what it can use, as far as it is installed."""
-    packages = ["mmrl", *(requirement.name for requirement in _requirements() if "dev" not in str(requirement.marker))]
-    return {name: version for name in packages if (version := _version(name)) is not None}
-
-
-def _requirements() -> list[Requirement]:
-    """Return the requirements of mmrl and its extras; none where it runs from its source and is not installed."""
-    try:
-        return [Requirement(line) for line in metadata.requires("mmrl") or ()]
-    except metadata.PackageNotFoundError:
-        return []
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    installed = {}
+    # Where mmrl itself is not installed, and runs from its source, nobody knows what it requires.
+    with suppress(metadata.PackageNotFoundError):
+        installed["mmrl"] = metadata.version("mmrl")
+        for requirement in map(Requirement, metadata.requires("mmrl") or ()):
+            if "dev" not in str(requirement.marker):
+                with suppress(metadata.PackageNotFoundError):
+                    installed[requirement.name] = metadata.version(requirement.name)
+    return installed
 
 
 def versions_and_devices() -> list[tuple[str, str]]:

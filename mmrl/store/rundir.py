@@ -44,7 +44,7 @@ from mmrl.system.files import (
 from mmrl.system.objects import is_given
 
 LOCK, SEGMENTS, EXAMPLES = "run.lock", "segments.jsonl", "examples.jsonl"
-LONGEST = 600
+LONGEST_TEXT = 600
 """Characters that are kept of a text of an example."""
 FOLDERS = ("journal", "eval", "checkpoints")
 _STEP = re.compile(r"step-(\d+)")
@@ -63,7 +63,8 @@ def _texts(values: Mapping[str, object]) -> dict[str, str]:
         parts = value if isinstance(value, list | tuple) else [value]
         if name != "corpus" and parts and all(isinstance(part, str | int | float) for part in parts):
             text = "; ".join(map(str, parts))
-            texts[name] = text if len(text) <= LONGEST else f"{text[:LONGEST]} […{len(text) - LONGEST} characters…]"
+            over = len(text) - LONGEST_TEXT
+            texts[name] = f"{text[:LONGEST_TEXT]} […{over} characters…]" if over > 0 else text
     return texts
 
 
@@ -96,15 +97,20 @@ class RunDir:
             run.path.mkdir(parents=True, exist_ok=True)
             run._take_lock()
             refuse_full(run.path)
-            for folder in FOLDERS:
-                (run.path / folder).mkdir()
+            for name in FOLDERS:
+                (run.path / name).mkdir()
             text = yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True)
             # As it will be read back: YAML has no way of writing some characters that JSON has.
             facts = {**describe_environment(command), "config": yaml.safe_load(text)}
             atomic_write(run.path / "environment.json", dumps(facts, indent=1) + "\n")
             atomic_write(run.path / "config.yaml", text)
         except OSError as error:
-            run._undo_create()
+            # Half a run would keep the same command from starting it.
+            run.close()
+            for folder in (run.path / name for name in FOLDERS):
+                if folder.is_dir() and not any(folder.iterdir()):
+                    folder.rmdir()
+            (run.path / "environment.json").unlink(missing_ok=True)
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise storage_error(error, run.path) or error from None
             raise ConfigError(f"run.dir: cannot write to {run.path}: {error.strerror or error}") from None
@@ -112,14 +118,6 @@ class RunDir:
             run.close()
             raise
         return run
-
-    def _undo_create(self) -> None:
-        """Remove a half-created run, which would keep the same command from starting it."""
-        self.close()
-        for folder in FOLDERS:
-            if (self.path / folder).is_dir() and not any((self.path / folder).iterdir()):
-                (self.path / folder).rmdir()
-        (self.path / "environment.json").unlink(missing_ok=True)
 
     @classmethod
     def open(cls, path: Path | str, command: Sequence[str] = ()) -> RunDir:

@@ -12,6 +12,8 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar, cast
 
+from typing_extensions import override
+
 from mmrl.config.base import MINI, SPLITS
 from mmrl.config.retriever import Bm25Config, RetrieverConfig
 from mmrl.config.tasks import AgentJudgedConfig, OpenQaConfig
@@ -25,8 +27,8 @@ from mmrl.tasks.base import Passage, Program, Score, Task, Tool
 from mmrl.tasks.data.corpus import coverage, label, warn_of_gaps
 from mmrl.tasks.data.layouts import LAYOUTS, Record, load_records, merge_paragraphs, subset_of, to_example
 from mmrl.tasks.data.rows import Source, same_rows
-from mmrl.tasks.mini.examples import mini_corpus
-from mmrl.tasks.prompts import Prompts, Shot, Templates, load_prompts, prompts_file, shot_of
+from mmrl.tasks.mini.examples import mini_corpus, mini_questions
+from mmrl.tasks.prompts import PromptedTask, Prompts, Shot, Templates, load_prompts, prompts_file, shot_of
 from mmrl.tasks.search_tool import Results, SearchTool, named_corpus
 
 log = logging.getLogger("mmrl.data")
@@ -38,10 +40,8 @@ def gold_share(name: str, titles: Collection[str], example: Example) -> dict[str
     return {name: len(gold & set(titles)) / len(gold)} if gold else {}
 
 
-class OpenQaTask(Task):
+class OpenQaTask(Task, PromptedTask):
     """Data, corpora, retrieval and prompts of a task that answers questions by searching.
-
-    Implements `mmrl.tasks.prompts.PromptedTask`.
 
     Args:
         config: the `task` section.
@@ -95,15 +95,18 @@ class OpenQaTask(Task):
         self.tools: Mapping[str, Tool] = {"search": self._search} if self.searches else {}
         self.program = self.make_program(self.all_prompts)
         # Warnings last: a task that is refused should say nothing else.
-        self._warn()
+        # Splits may share a file here (a corpus is made of all of them), but nobody should learn so by accident.
+        for sentence in same_rows(config.data.files).values():
+            log.warning("task.data: %s: what is evaluated may have been trained on", sentence)
+        warn_of_gaps(self.gold_shares, "questions have their gold titles, or an answer, in the corpus")
 
     def as_asked(self, question: str) -> str:
         """Return a data file's question as it is in prompts."""
         return question
 
-    @abstractmethod
     def mini_examples(self, split: str, corpus: str) -> list[Example]:
-        """Return the task's questions about the mini world."""
+        """Return the task's questions about the mini world: multi-hop, or single-hop ones for a data set of such."""
+        return mini_questions(self.dataset, split, corpus)
 
     @abstractmethod
     def make_program(self, prompts: Prompts) -> Program:
@@ -113,8 +116,8 @@ class OpenQaTask(Task):
         """Map each module that has several roles to the role of its instructions."""
         return {}
 
+    @override
     def shot_of(self, path: Sequence[Call], module: str) -> Shot | None:
-        """See `mmrl.tasks.prompts.PromptedTask`."""
         return shot_of(path, module)
 
     @property
@@ -160,12 +163,6 @@ class OpenQaTask(Task):
             ]
         return subset_of(examples, split, seed, self.config.data.items_of(split))
 
-    def _warn(self) -> None:
-        # Splits may share a file here (a corpus is made of all of them), but nobody should learn so by accident.
-        for sentence in same_rows(self.config.data.files).values():
-            log.warning("task.data: %s: what is evaluated may have been trained on", sentence)
-        warn_of_gaps(self.gold_shares, "questions have their gold titles, or an answer, in the corpus")
-
     @cached_property
     def gold_shares(self) -> dict[str, float]:
         """Split -> share of its questions that the corpus can answer (see `coverage`); absent where not known."""
@@ -173,8 +170,8 @@ class OpenQaTask(Task):
             return {}
         return coverage(self._examples, self.search_tool.corpora)
 
+    @override
     def examples(self, split: str) -> Sequence[Example]:
-        """See `mmrl.tasks.base.Task.examples`."""
         return self._examples[split]
 
     def search(self, queries: Sequence[str], corpus: str) -> list[Passage]:
@@ -203,8 +200,8 @@ class OpenQaTask(Task):
             documents = list({document.id: document for document in reversed(documents)}.values())[::-1]
         return [{"id": d.id, "title": d.title, "text": d.text, "score": d.score} for d in documents]
 
+    @override
     def close(self) -> None:
-        """See `mmrl.tasks.base.Task`."""
         self.search_tool.close()
 
     def best(self, metric: Callable[..., float], answer: str, example: Example, **options: object) -> float:
@@ -239,8 +236,8 @@ class OpenQaTask(Task):
         """Return a rollout's metrics beside those of its answer."""
         return {}
 
+    @override
     def describe(self) -> Mapping[str, object]:
-        """See `mmrl.tasks.base.Task.describe`."""
         sources = {split: self.config.data.source_of(split) for split in SPLITS if self._examples[split]}
         facts: dict[str, object] = {
             "data": "mini world"

@@ -13,8 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
+from typing_extensions import override
+
 from mmrl.records import Call, Example
-from mmrl.tasks.base import Context, ModuleScore, Passage
+from mmrl.tasks.base import Canonical, Context, ModuleScore, Passage, Program
 from mmrl.tasks.mini.examples import mini_multihop
 from mmrl.tasks.open_qa import OpenQaTask, gold_share
 from mmrl.tasks.prompts import QUESTION, Prompts, Template, Templates, document_template
@@ -115,11 +117,8 @@ class SearchProgramPrediction(TypedDict):
 
 
 @dataclass(slots=True)
-class SearchProgram:
-    """Implements `mmrl.tasks.base.Program`.
-
-    Reads `inputs["question"]` and, where a task has several corpora, `inputs["corpus"]`.
-    """
+class SearchProgram(Program, Canonical):
+    """Reads `inputs["question"]` and, where a task has several corpora, `inputs["corpus"]`."""
 
     prompts: Prompts
     snippet_words: int
@@ -144,8 +143,9 @@ class SearchProgram:
         listing = "\n".join(self.prompts.documents(module, documents, self.snippet_words, first=0)) if documents else ""
         return self.prompts.messages(module, user=role, question=question, documents=listing)
 
+    @override
     def canonical(self, call: Call) -> str | None:
-        """See `mmrl.tasks.base.Canonical`: what each parser read, without anything around it."""
+        """Write what each parser read, without anything around it."""
         if call.module == "rewriter":
             queries = parse_queries(call.text)
             return f"### {'; '.join(queries)} ###" if queries else None
@@ -180,16 +180,16 @@ class MultihopQaTask(OpenQaTask):
     main_metric = "f1"
     absent_features = frozenset({"observations", "parse_failures", "repeated_calls"})
 
+    @override
     def make_program(self, prompts: Prompts) -> SearchProgram:
-        """See `OpenQaTask.make_program`."""
         return SearchProgram(prompts, self.retriever.snippet_words)
 
     def mini_examples(self, split: str, corpus: str) -> list[Example]:
         """Return bridge and comparison questions, mixed as the data set has them."""
         return mini_multihop(split, corpus, self.dataset)
 
+    @override
     def search_metrics(self, prediction: SearchProgramPrediction, example: Example) -> dict[str, float]:
-        """See `OpenQaTask.search_metrics`."""
         retrieved = gold_share("gold_retrieved", prediction["candidates"], example)
         return retrieved | gold_share("gold_selected", prediction["selected"], example)
 

@@ -13,7 +13,7 @@ from mmrl.config.base import path_override
 from mmrl.errors import ConfigError, MmrlError
 from mmrl.report.stats import series
 from mmrl.sets.plan import Planner
-from mmrl.sets.queue import SetRun
+from mmrl.sets.queue import PlannedRun
 from mmrl.store.policy import complete_checkpoints
 from mmrl.store.rundir import RunDir
 from scripts.papers.spec import Table, table_words
@@ -24,7 +24,7 @@ COLLAPSED = 0.5
 
 
 @dataclass(kw_only=True)
-class Evaluation(SetRun):
+class Evaluation(PlannedRun):
     """An evaluation of a policy: of the run `after`, or the one that its words name."""
 
     checkpoint: str
@@ -62,7 +62,7 @@ class TablePlanner(Planner):
     def __post_init__(self) -> None:
         self.result = partial(TableResult, scale=self.scale)
 
-    def cell_run(self, row: str, column: str, seed: int) -> SetRun:
+    def cell_run(self, row: str, column: str, seed: int) -> PlannedRun:
         """Plan the evaluation of a row on a column, with the trainings that it needs."""
         method, after = self.spec.rows[row], None
         words = table_words(self.spec, row, column, self.scale, "eval", self.overrides)

@@ -12,8 +12,8 @@ from typing import ClassVar
 import pandas
 
 from mmrl.report.stats import stratified_interval
-from mmrl.sets.cells import LEAST_SEEDS, Interval, Scored, SetResult, Value, item_means, scores_of
-from mmrl.sets.queue import SetRun, has_scores
+from mmrl.sets.cells import LEAST_SEEDS, Interval, RunResult, SetResult, Value, item_means, scores_of
+from mmrl.sets.queue import PlannedRun, has_scores
 from scripts.papers.cost import cost_text
 from scripts.papers.spec import SCALES, Cell, Claim, Table
 
@@ -21,7 +21,7 @@ CellOrMean = Cell | str
 
 
 @dataclass(frozen=True)
-class Evaluated(Scored):
+class Evaluated(RunResult):
     """An evaluation of a cell, finished or not."""
 
     @property
@@ -86,7 +86,7 @@ class TableResult(SetResult):
 
     spec: Table
     scale: str = "paper"
-    scored: ClassVar[type[Scored]] = Evaluated
+    result_type: ClassVar[type[RunResult]] = Evaluated
 
     @property
     def decimals(self) -> int:
@@ -99,7 +99,7 @@ class TableResult(SetResult):
         source = self.spec.source
         return {"paper": f"arXiv {source.arxiv}, {source.at}: {self.spec.shows}", "scale": SCALES[self.scale]}
 
-    def opening(self, missing: Sequence[SetRun]) -> str:
+    def opening(self, missing: Sequence[PlannedRun]) -> str:
         """Return what is about to run, and at the scales of real models its cost."""
         where = f"set {self.name} (arXiv {self.spec.source.arxiv}, {self.spec.source.at}) at scale {self.scale}"
         line = f"{where}: {len(self.queue)} runs, {len(missing)} missing"

@@ -47,18 +47,18 @@ def test_one_deviation_over_the_batch_by_hand():
 
 
 def test_normalise_without_a_comparison():
-    assert normalise([], eps=0).of_one and normalise([], eps=0).mean is None
+    assert normalise([], eps=0).is_singleton and normalise([], eps=0).mean is None
     single = normalise([3.0], eps=0)
     unscaled = normalise([2.0, 2.0], eps=0, scale=False)
     assert unscaled.std is None and unscaled.mean == 2.0 and unscaled.constant
-    assert single.of_one and not single.constant and advantages(single) == (0.0,) and single.mean == 3.0
+    assert single.is_singleton and not single.constant and advantages(single) == (0.0,) and single.mean == 3.0
 
 
 @pytest.mark.parametrize("eps", [0, 1e-6])
 def test_constant_groups_have_no_advantage_even_when_averages_round(eps):
     rounded = [0.1 + 0.2, 0.3, 0.3]
     result = normalise(rounded, eps=eps)
-    assert result.constant and not result.of_one and advantages(result) == (0.0, 0.0, 0.0) and result.std == 0.0
+    assert result.constant and not result.is_singleton and advantages(result) == (0.0, 0.0, 0.0) and result.std == 0.0
     assert not normalise([0.3, 0.3 + 1e-9], eps=eps).constant
     assert normalise([0.0, 9e-13], eps=eps).constant and not normalise([0.0, 1.1e-12], eps=eps).constant
     assert normalise([1e6, 1e6 + 1e-7], eps=eps).constant, "relative to the size of the rewards"

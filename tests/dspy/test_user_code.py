@@ -6,7 +6,7 @@ import pytest
 
 from mmrl.config import DataConfig
 from mmrl.config.tasks import PluginTaskConfig
-from mmrl.errors import OWN_CODE, failed_how
+from mmrl.errors import OWN_CODE, failure_summary
 from mmrl.rollout import with_program
 from mmrl.rollout.plans import fork_on
 from mmrl.system import user_code
@@ -104,9 +104,9 @@ def test_an_exception_of_a_metric_says_where_and_is_not_called_a_failure_from_ou
     shown = rollout.error_traceback
     assert "in wrong" in shown and "return pred.nothing_like_it" in shown and "AttributeError" in shown
     assert "user_code.py" not in shown and len(shown) <= user_code.MOST_CHARACTERS + 4
-    assert failed_how([rollout.error, other.error]) == "in the code of the program or its reward"
-    assert failed_how(["tool", "judge"]) == "from outside causes"
-    assert failed_how(["tool", "reward"]) == "from outside causes and in the code of the program or its reward"
+    assert failure_summary([rollout.error, other.error]) == "in the code of the program or its reward"
+    assert failure_summary(["tool", "judge"]) == "from outside causes"
+    assert failure_summary(["tool", "reward"]) == "from outside causes and in the code of the program or its reward"
 
 
 def test_a_traceback_is_bounded():

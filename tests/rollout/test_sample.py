@@ -143,14 +143,14 @@ def test_a_rollout_is_played_again_with_replies_exchanged():
     plain, before = run_program(Chain(), independent(3), examples=2)
     forest, engine = run_program(Chain(), (Tree(exchange=Exchange(("a", "b"), "z")),) * 3, examples=2)
     assert forest.calls == plain.calls, "what is played again is in no forest"
-    bare = [replace(rollout, counterfactuals={}, calls_again=0) for rollout in forest.rollouts]
+    bare = [replace(rollout, counterfactuals={}, counterfactual_calls=0) for rollout in forest.rollouts]
     assert bare == list(plain.rollouts)
     # `a` exchanged: `b` and `c` anew; `b` exchanged: `c` anew
     assert len(engine.requests) == len(before.requests) + 6 * (2 + 1)
     for rollout in forest.rollouts:
         assert rollout.counterfactuals.keys() == {"a", "b"}
         # the exchanged call is one of them
-        assert rollout.calls_again == 3 + 2
+        assert rollout.counterfactual_calls == 3 + 2
     assert forest_metrics(forest)["rollouts/calls_again"] == 6 * 5
     prompts = [spelled(request.prompt_ids) for request in engine.requests]
     assert sum(prompt.startswith("c:") and prompt.count("z") for prompt in prompts) >= 6
@@ -173,7 +173,7 @@ def test_a_module_may_be_exchanged_for_another_models():
     forest = forest_of(env, plans=(Tree(exchange=Exchange(("a",), teacher="other")),))
     (rollout,) = forest.rollouts
     assert [spelled(request.prompt_ids)[0] for request in other.requests] == ["a"]
-    assert len(policy.requests) == 3 + 2 and rollout.calls_again == 3
+    assert len(policy.requests) == 3 + 2 and rollout.counterfactual_calls == 3
     assert "a" not in "".join(call.text for call in forest.calls.values())
 
 
@@ -182,7 +182,7 @@ def test_a_second_play_may_be_another_programs(monkeypatch):
     plan = (Tree(exchange=Exchange(("a",), program="mine:alone")),)
     forest, engine = run_program(Chain(), plan, examples=1)
     (rollout,) = forest.rollouts
-    assert rollout.calls_again == 1 and rollout.counterfactuals.keys() == {"a"}
+    assert rollout.counterfactual_calls == 1 and rollout.counterfactuals.keys() == {"a"}
     assert spelled(engine.requests[-1].prompt_ids) == "c:train0"
 
 

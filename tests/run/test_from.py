@@ -16,7 +16,7 @@ from mmrl.errors import ConfigError
 from mmrl.run.check import check
 from mmrl.run.settle import weight_run
 from mmrl.run.start import started
-from mmrl.sets.found import found_set
+from mmrl.sets.found import set_of_run_dirs
 from mmrl.sets.page import SetPage
 from mmrl.sets.sweep import job_state
 from mmrl.store.policy import prompts_of, resolve, write_policy
@@ -60,7 +60,7 @@ def trained(folder: Path) -> dict[str, object]:
         "steps": [[comparable(record) for record in RunDir.read(row).history()] for row in rows],
         "weights": digests(weights),
         "items": [path.read_bytes() for row in rows for path in sorted((row / "eval").iterdir())],
-        "page": [row[:7] for row in SetPage(found_set("x", rows)).parts[0].rows],  # without times
+        "page": [row[:7] for row in SetPage(set_of_run_dirs("x", rows)).parts[0].rows],  # without times
     }
 
 
@@ -88,7 +88,7 @@ def test_the_second_run_starts_from_what_the_first_has_made(whole, tmp_path, cap
 def test_their_page_has_a_row_for_the_policy_after_each_run(whole, tmp_path):
     """Before: the policy that the first run began with; steps of a curve count on."""
     assert main(["compare", str(whole), f"out={tmp_path}"]) == 0
-    page = SetPage(found_set("x", [whole / "1_sft", whole / "2_mmgrpo"]))
+    page = SetPage(set_of_run_dirs("x", [whole / "1_sft", whole / "2_mmgrpo"]))
     first, second = (line for line in page.parts[0].rows if line[0].startswith("sft"))
     items = [json.loads(line) for line in (whole / "1_sft" / "eval" / "step-000000-dev.jsonl").read_text().splitlines()]
     before = f"{sum(item['metrics']['em'] for item in items) / len(items):.3f}"
@@ -209,7 +209,7 @@ def test_costs_by_hand(tmp_path):
         start = {"run": str(paths[0])} if path == paths[1] else None
         with RunDir.create(path, {**config.model_dump(mode="json"), "start": start}, ["mmrl"]) as run:
             append_jsonl(run.metrics_path, records)
-    result = found_set("x", paths)
+    result = set_of_run_dirs("x", paths)
     first, second = (result.started(row, "banking77")[0].costs for row in ("miprov2", "miprov2+mmgrpo"))
     assert [*first.values()] == [42.0, 49.0, 105.0, 0.0, 0.0, 0.25]
     assert [*second.values()] == [42 + 24, 49 + 24, 105 + 100, 0.0, 7.0, 0.25 + 1.25]

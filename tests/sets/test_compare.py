@@ -23,10 +23,10 @@ ROOT = Path("outputs/sets/runs/hotpotqa")
 def run_dir(algo):
     """Where the set of `FEW` puts a run."""
     from mmrl.cli.configs import set_config
-    from mmrl.sets.plan import digest
+    from mmrl.sets.plan import settings_digest
 
     config = set_config("train", ["task=hotpotqa", f"algo={algo}", "train.steps=2"], None)
-    return ROOT / algo / f"s0-{digest(config, {})}"
+    return ROOT / algo / f"s0-{settings_digest(config, {})}"
 
 
 def test_missing_runs_start_and_finished_ones_are_kept(calls, capsys):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from mmrl.sets.figure import LABEL, Diagram, SetFigure, beside
-from mmrl.sets.queue import Run
+from mmrl.sets.queue import CellRun
 from tests.helpers.sets import set_result
 
 
@@ -23,7 +23,9 @@ def run(folder, records):
 
 def table(folders):
     """(row, column) -> one training run per seed, as the set of these."""
-    runs = {place: [Run(seed=seed, path=path) for seed, path in enumerate(paths)] for place, paths in folders.items()}
+    runs = {
+        place: [CellRun(seed=seed, path=path) for seed, path in enumerate(paths)] for place, paths in folders.items()
+    }
     return set_result(runs)
 
 
@@ -83,7 +85,7 @@ def test_before_a_run_has_begun_there_is_no_figure(tmp_path):
 def test_a_damaged_run_is_left_out_and_named(tmp_path, two):
     broken = run(tmp_path / "broken", {1: {"reward/mean": 9.0}})
     (broken / "metrics.jsonl").write_text("{\n{\n")
-    two.runs["RR", "HotpotQA"].append(Run(seed=2, path=broken))
+    two.runs["RR", "HotpotQA"].append(CellRun(seed=2, path=broken))
     drawn = figure(two)
     assert [row["seeds"] for row in numbers(drawn)] == ["2", "2"]
     assert [note for note in two.notes if note.startswith("RR on HotpotQA, seed 2:") and "broken" in note]
@@ -91,7 +93,7 @@ def test_a_damaged_run_is_left_out_and_named(tmp_path, two):
 
 def test_a_row_without_runs_leaves_the_others(tmp_path, two):
     two.rows.append("MAPPO")
-    two.runs["MAPPO", "HotpotQA"] = [Run(seed=0, path=tmp_path / "none")]
+    two.runs["MAPPO", "HotpotQA"] = [CellRun(seed=0, path=tmp_path / "none")]
     files = figure(two).files
     assert set(files) == {"figure.svg", "figure.png", "figure.csv"}
     assert files["figure.png"][:4] == b"\x89PNG"

@@ -16,7 +16,7 @@ import yaml
 from mmrl.cli import main
 from mmrl.report.charts import DARK_CSS
 from mmrl.report.overview import find_runs
-from mmrl.sets.found import found_set
+from mmrl.sets.found import set_of_run_dirs
 from mmrl.sets.page import SetPage
 from mmrl.store.rundir import RunDir
 from mmrl.system.conf import later_wins
@@ -59,7 +59,7 @@ def made(
 
 
 def found(tmp_path, name="x"):
-    return found_set(name, find_runs([tmp_path]))
+    return set_of_run_dirs(name, find_runs([tmp_path]))
 
 
 def parts(result):

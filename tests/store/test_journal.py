@@ -97,6 +97,12 @@ def test_a_step_is_written_and_read(run, entry):
     assert run.journal_steps() == [3]
 
 
+def test_a_journal_has_the_name_that_earlier_ones_have():
+    rollout = Rollout(id="q/0", example="q", leaf=None, reward=0.0, counterfactual_calls=3)
+    line = encode_step(Forest(calls={}, rollouts=(rollout,), modules=("a",)), ())[1]
+    assert line["calls_again"] == 3 and "counterfactual_calls" not in line
+
+
 def test_a_shared_prompt_is_stored_once(run):
     write_step(run, small_forest())
     lines = gzip.decompress(run.journal_path(3).read_bytes()).decode().splitlines()

@@ -21,7 +21,7 @@ from mmrl.retrieval.bm25 import Bm25Retriever
 from mmrl.retrieval.protocols import LARGEST_REQUEST
 from mmrl.retrieval.remote import RemoteRetriever
 from mmrl.retrieval.serving import make_app
-from mmrl.sets.queue import state_of
+from mmrl.sets.queue import run_state
 from mmrl.store.rundir import RunDir
 from tests.helpers import TOP
 from tests.helpers.servers import DOCUMENTS, listening
@@ -214,7 +214,7 @@ def test_links_in_a_run_directory_are_removed_and_never_followed(tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
     (left / "journal").symlink_to(empty)
-    assert state_of(left) == "new"
+    assert run_state(left) == "new"
     assert empty.is_dir() and not left.exists()
 
 
@@ -222,7 +222,7 @@ def test_a_run_directory_that_is_a_link_is_left_alone(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     with pytest.raises(ConfigError, match="something else, which was not touched"):
-        state_of(tmp_path / "link")
+        run_state(tmp_path / "link")
     assert stat.S_ISDIR((tmp_path / "real").stat().st_mode)
 
 

@@ -21,6 +21,7 @@ import dspy
 from dspy.utils.callback import with_callbacks
 from dspy.utils.exceptions import AdapterParseError
 from dspy.utils.parallelizer import ParallelExecutor
+from typing_extensions import override
 
 from mmrl.errors import ConfigError, ParseFailure, ProgramFailure, refuse, unknown
 from mmrl.records import Call, Example
@@ -31,15 +32,15 @@ from mmrl.rollout.dspy.host import Host, Parse, checked_messages, messages_of, r
 from mmrl.rollout.dspy.structure import Structure
 from mmrl.system.replies import quoted
 from mmrl.system.user_code import in_thread
-from mmrl.tasks.base import Context, Demonstration, Message
+from mmrl.tasks.base import Canonical, Context, Demonstration, FieldProgram, Guarded, Message, Program
 from mmrl.tasks.dspy import notices
 from mmrl.tasks.dspy import tools as tape
 from mmrl.tasks.dspy.base import awaits
 from mmrl.tasks.dspy.fields import adapter_in_use, inheriting, recast, within_bounds
 
 
-class DspyProgram:
-    """Implementation of `mmrl.tasks.base.Program` by a `dspy.Module`, called with `example.inputs` as keywords.
+class DspyProgram(Program, FieldProgram, Canonical, Guarded):
+    """Program of a `dspy.Module`, called with `example.inputs` as keywords.
 
     `modules` are the attribute paths of the predictors (`craft.predict`); see `Structure`. Of `forward` and `aforward`
     the one of the most derived class runs, `aforward` where it has both. `aforward` runs on the event loop,
@@ -70,8 +71,9 @@ class DspyProgram:
         self.module.save(str(partial))
         os.replace(partial, path)
 
+    @override
     def canonical(self, call: Call) -> str | None:
-        """See `mmrl.tasks.base.Canonical`: the adapter's own text of the fields that it parsed."""
+        """Return the adapter's own text of the fields that it parsed."""
         adapter = adapter_in_use(self.layout)
         signature = self.structure.signature(call.module)
         try:
@@ -80,13 +82,15 @@ class DspyProgram:
             raise parse_failure(error, signature) from error
         return self.written(call.module, fields)
 
+    @override
     def written(self, module: str, fields: Fields) -> str:
         """Return the adapter's own text of a predictor's output fields."""
         adapter = adapter_in_use(self.layout)
         return str(adapter.format_assistant_message_content(self.structure.signature(module), fields))
 
+    @override
     def demonstration(self, module: str, inputs: Fields, outputs: Fields) -> Demonstration:
-        """See `mmrl.tasks.base.FieldProgram`: rendered by the predictor itself, its own demonstrations included."""
+        """Rendered by the predictor itself, its own demonstrations included."""
         predictor = dict(self.module.named_predictors()).get(module)
         if predictor is None:
             raise ConfigError(unknown("module", module, (name for name, _ in self.module.named_predictors())))
@@ -106,12 +110,13 @@ class DspyProgram:
             raise ConfigError(f"inputs: {failure}") from None
         return Demonstration(module=module, messages=messages, completion=text)
 
+    @override
     def guarded(self) -> AbstractContextManager[None]:
-        """See `mmrl.tasks.base.Guarded`: no request outside of a rollout."""
+        """Refuse requests outside of a rollout."""
         return guarded()
 
+    @override
     async def run(self, example: Example, ctx: Context) -> object:
-        """See `mmrl.tasks.base.Program.run`."""
         return await self.run_traced(example, ctx, [])
 
     async def run_traced(self, example: Example, ctx: Context, trace: list[Any]) -> object:
@@ -260,19 +265,19 @@ class TapeAdapter(dspy.Adapter):
     A subclass of the user's and no wrapper around it: `ReAct` and `Refine` use adapters' other methods and their class.
     """
 
+    @override
     def __call__(
         self, lm: dspy.BaseLM, lm_kwargs: Fields, signature: Signature, demos: Demos, inputs: Fields
     ) -> list[Fields]:
-        """See `dspy.Adapter.__call__`."""
         fields: list[Fields] = super().__call__(
             self._bound(lm, lm_kwargs, signature, inputs), lm_kwargs, signature, demos, inputs
         )
         return fields
 
+    @override
     async def acall(
         self, lm: dspy.BaseLM, lm_kwargs: Fields, signature: Signature, demos: Demos, inputs: Fields
     ) -> list[Fields]:
-        """See `dspy.Adapter.acall`."""
         fields: list[Fields] = await super().acall(
             self._bound(lm, lm_kwargs, signature, inputs), lm_kwargs, signature, demos, inputs
         )

@@ -16,6 +16,7 @@ import dspy
 from dspy.utils.callback import with_callbacks
 from dspy.utils.exceptions import AdapterParseError, ContextWindowExceededError
 from pydantic import BaseModel
+from typing_extensions import override
 
 from mmrl.errors import LengthFailure, ParseFailure, ProgramFailure, RolloutError
 from mmrl.rollout.dspy.structure import Structure, option_problem
@@ -27,7 +28,7 @@ Parse = Callable[[str], object]
 T = TypeVar("T")
 
 
-class Host:
+class Host(tape.Host):
     """Implementation of `mmrl.tasks.dspy.tools.Host` for one rollout, which runs on `loop`."""
 
     def __init__(self, ctx: Context, structure: Structure, loop: asyncio.AbstractEventLoop):
@@ -76,8 +77,8 @@ class Host:
         self._caught.append((raised, failure))
         raise raised
 
+    @override
     async def tool(self, name: str, **arguments: object) -> object:
-        """See `mmrl.tasks.dspy.tools.Host.tool`."""
         self.raise_failure()
         with self._first_failure():
             return await self.ctx.tool(name, **arguments)
@@ -90,8 +91,8 @@ class Host:
         with self._first_failure():
             return await self.ctx.remember(name, arguments, run)
 
+    @override
     def wait(self, coroutine: Coroutine[object, object, T]) -> T:
-        """See `mmrl.tasks.dspy.tools.Host.wait`."""
         if self.on_loop():
             coroutine.close()
             raise ProgramFailure("aforward called a predictor or tool without await; use acall and use_tool")
@@ -217,8 +218,8 @@ class RecordedTool(dspy.Tool):
     """
 
     @with_callbacks
+    @override
     def __call__(self, **arguments: Any) -> Any:
-        """See `dspy.Tool.__call__`."""
         host = tape.current()
         if host is None or host.on_loop():
             return dspy.Tool.__call__(self, **arguments)
@@ -229,8 +230,8 @@ class RecordedTool(dspy.Tool):
         return outcome.value()
 
     @with_callbacks
+    @override
     async def acall(self, **arguments: Any) -> Any:
-        """See `dspy.Tool.acall`."""
         host = tape.current()
         if host is None:
             return await dspy.Tool.acall(self, **arguments)

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import dspy
 from dspy import lm15
 
+from mmrl import rng
 from mmrl.engines.base import Completion, Engine, Request, Sampling
 from mmrl.errors import LengthFailure
 from mmrl.models.chat import decode_text, render_prompt
 from mmrl.models.growing import GrowingText
-from mmrl.rng import digest
 from mmrl.tasks.base import Message
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class ServedPolicy:
             top_p=1.0 if config.top_p is None else config.top_p,
             top_k=config.top_k or 0,
             stop=config.stop,
-            seed=digest("dspy", number),
+            seed=rng.digest("dspy", number),
         )
         prompt = render_prompt(self.tokenizer, messages)
         generation = Request(

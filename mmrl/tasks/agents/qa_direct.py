@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from mmrl.config.tasks import DirectQaConfig
 from mmrl.records import Call, Example
 from mmrl.tasks.base import Context, ModuleScore
@@ -65,12 +67,13 @@ class DirectQaTask(OpenQaTask):
     main_metric = "f1"
     absent_features = frozenset({"penalties", "parse_failures", "observations", "repeated_calls"})
 
+    @override
     def make_program(self, prompts: Prompts) -> DirectAnswer:
-        """See `OpenQaTask.make_program`."""
         return DirectAnswer(prompts, self.config.chain_of_thought)
 
+    @override
     def instruction_roles(self) -> dict[str, str]:
-        """See `OpenQaTask.instruction_roles`: of the two system texts, the one in use."""
+        """Return the role of the system text in use."""
         return {MODULE: system_role(self.config.chain_of_thought)}
 
     def mini_examples(self, split: str, corpus: str) -> list[Example]:

@@ -11,6 +11,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from mmrl.records import Call, Example
 from mmrl.tasks import metrics
 from mmrl.tasks.agents.tags import disarm, disarm_markers, final_query, has_word, last_block
@@ -127,8 +129,8 @@ class R1SearcherTask(ReasonerTask):
     templates = TEMPLATES
     reward_sets: tuple[str, ...] = ("outcome", "stage1")
 
+    @override
     def make_program(self, prompts: Prompts) -> R1Searcher:
-        """See `OpenQaTask.make_program`."""
         return R1Searcher(prompts, self.config, self.config.max_turns)
 
     def score(self, example: Example, prediction: ReasonerPrediction, path: Sequence[Call], reward_set: str) -> Score:
@@ -146,8 +148,8 @@ class R1SearcherTask(ReasonerTask):
         }
         return Score(reward=sum(parts.values()), metrics=scores, parts=parts)
 
+    @override
     def score_call(self, call: Call) -> ModuleScore:
-        """See `action_facts`."""
         if final_query(call.text, QUERY) is not None:
             return action_facts("search")
         return action_facts("none" if last_block(call.text, "<answer>", "</answer>") is None else "answer")

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import ClassVar, TypedDict
 
+from typing_extensions import override
+
 from mmrl.config.tasks import SearchAgentConfig
 from mmrl.records import Call, Example
 from mmrl.tasks import metrics
@@ -18,7 +20,7 @@ from mmrl.tasks.agents.judge import TEMPLATES as JUDGE_TEMPLATES
 from mmrl.tasks.agents.rewards import SEARCH_TAGS, SearchTurn, merged_reward, search_reward
 from mmrl.tasks.agents.tags import disarm, first_pair
 from mmrl.tasks.agents.turns import Addition, TurnAgent, Turns, action_facts
-from mmrl.tasks.base import Context, ModuleScore, Passage, Score
+from mmrl.tasks.base import Closing, Context, ModuleScore, Passage, Score
 from mmrl.tasks.mini.examples import mini_search
 from mmrl.tasks.open_qa import OpenQaTask
 from mmrl.tasks.prompts import QUESTION, Prompts, Template, Templates, document_template
@@ -106,7 +108,7 @@ class SearchAgent(TurnAgent):
         }
 
 
-class SearchAgentTask(OpenQaTask):
+class SearchAgentTask(OpenQaTask, Closing):
     """Implements `mmrl.tasks.base.Task`; see `OpenQaTask` for arguments and errors."""
 
     templates = TEMPLATES
@@ -114,8 +116,8 @@ class SearchAgentTask(OpenQaTask):
     reward_sets: tuple[str, ...] = ("outcome", "turn", "merged", *JUDGE_SETS, "gain")
     failed_metrics: ClassVar[Mapping[str, float]] = dict.fromkeys(("em", "f1", "format", "retrieval", "answered"), 0.0)
 
+    @override
     def make_program(self, prompts: Prompts) -> SearchAgent:
-        """See `OpenQaTask.make_program`."""
         return SearchAgent(prompts, self.config, self.config.max_turns - self.config.count_final_call)
 
     def as_asked(self, question: str) -> str:
@@ -163,12 +165,12 @@ class SearchAgentTask(OpenQaTask):
         parts = {"final": reward.final, "intermediate": sum(reward.intermediate)}
         return Score(reward=reward.final, metrics=scores, parts=parts, turn_rewards=turn_rewards)
 
+    @override
     def closing(self, example: Example) -> tuple[str, Sequence[str]]:
-        """See `mmrl.tasks.base.Closing`."""
         return "<think> I can answer now. </think>\n<answer>", [f" {text}" for text in example.metadata["answers"]]
 
+    @override
     def score_call(self, call: Call) -> ModuleScore:
-        """See `action_facts`."""
         pair = first_pair(call.text, ACTIONS)
         return action_facts(pair[0] if pair else "none")
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from typing_extensions import override
+
 from mmrl.records import Call, Example
 from mmrl.tasks.agents.tags import disarm_markers, final_query
 from mmrl.tasks.agents.turns import Addition, ReasonerPrediction, ReasonerTask, TurnAgent, Turns, action_facts
@@ -101,20 +103,16 @@ class SearchO1(TurnAgent):
             queries.append(query)
             passages = await self.search(ctx, example, query)
             titles.extend(passage["title"] for passage in passages)
-            text = await self._condensed(ctx, turns.context, query, passages)
-            return self.found(text, passages, result)
+            text = ""
+            if passages:
+                reply = await ctx.call(CONDENSER, self.condense(turns.context, query, passages))
+                # It enters the reasoner's context: it must not open or close a block there.
+                text = disarm_markers(reply.text.strip())
+            return self.found(text or self.fixed("nothing"), passages, result)
 
         turns = await self.play(ctx, self.question(example.inputs["question"]), (QUERY[1],), act)
         # The answer is looked for in what the reasoner wrote; the condenser also read what was inserted.
         return {"answer": extract_boxed(turns.sampled), "queries": queries, "titles": titles, "ended": turns.ended}
-
-    async def _condensed(self, ctx: Context, reasoning: str, query: str, passages: Sequence[Passage]) -> str:
-        """Return the condenser's summary of the documents; it is not called without any."""
-        if not passages:
-            return self.fixed("nothing")
-        reply = await ctx.call(CONDENSER, self.condense(reasoning, query, passages))
-        # The condenser's text enters the reasoner's context: it must not open or close a block there.
-        return disarm_markers(reply.text.strip()) or self.fixed("nothing")
 
 
 class SearchO1Task(ReasonerTask):
@@ -122,8 +120,8 @@ class SearchO1Task(ReasonerTask):
 
     templates = TEMPLATES
 
+    @override
     def make_program(self, prompts: Prompts) -> SearchO1:
-        """See `OpenQaTask.make_program`."""
         return SearchO1(prompts, self.config, self.config.max_turns)
 
     def score_call(self, call: Call) -> ModuleScore:

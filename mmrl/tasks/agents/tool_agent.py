@@ -11,6 +11,8 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, TypedDict
 
+from typing_extensions import override
+
 from mmrl.config.tasks import ToolAgentConfig
 from mmrl.records import Call, Example
 from mmrl.tasks import metrics
@@ -185,12 +187,13 @@ class ToolAgentTask(OpenQaTask):
     reward_sets: tuple[str, ...] = ("outcome", "turn", "judge_outcome")
     failed_metrics: ClassVar[Mapping[str, float]] = {"em": 0.0, "f1": 0.0, "answered": 0.0}
 
+    @override
     def make_program(self, prompts: Prompts) -> ToolAgent:
-        """See `OpenQaTask.make_program`."""
         return ToolAgent(prompts, self.config)
 
+    @override
     def shot_of(self, path: Sequence[Call], module: str) -> Shot | None:
-        """See `mmrl.tasks.prompts.PromptedTask`: None, since a demonstration is one reply and a rollout has two."""
+        """Return None: a demonstration is one reply, and a rollout has two."""
         return None
 
     def mini_examples(self, split: str, corpus: str) -> list[Example]:

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from typing import TypedDict
 
+from typing_extensions import override
+
 from mmrl.config.tasks import ReasonerConfig
 from mmrl.records import Example
 from mmrl.tasks.agents.tags import fit_observation
 from mmrl.tasks.base import Context, Message, ModuleScore, Passage, Program
-from mmrl.tasks.mini.examples import mini_questions
 from mmrl.tasks.open_qa import OpenQaTask, gold_share
 from mmrl.tasks.prompts import Prompts
 
@@ -66,15 +67,11 @@ class TurnAgent(Program):
 
     def __init__(self, prompts: Prompts, config: ReasonerConfig, searches: int):
         self.prompts = prompts
+        self.continues = self.modules[:1]
         self.searches = searches
         self.snippet_words = config.retriever.snippet_words
         self.max_observation = config.max_observation
         self.max_context = config.max_context or CONTEXT
-
-    @property
-    def continues(self) -> tuple[str, ...]:
-        """See `mmrl.tasks.base.ContinuingProgram`: the first module."""
-        return self.modules[:1]
 
     def question(self, question: str) -> list[dict[str, str]]:
         """Return the first prompt."""
@@ -139,12 +136,8 @@ class ReasonerTask(OpenQaTask):
     config: ReasonerConfig
     main_metric = "f1"
 
-    def mini_examples(self, split: str, corpus: str) -> list[Example]:
-        """Return multi-hop questions, or single-hop ones for a data set of such."""
-        return mini_questions(self.dataset, split, corpus)
-
+    @override
     def search_metrics(self, prediction: ReasonerPrediction, example: Example) -> dict[str, float]:
-        """See `OpenQaTask.search_metrics`."""
         searches = float(len(prediction["queries"]))
         return {"searches": searches, **gold_share("gold_retrieved", prediction["titles"], example)}
 

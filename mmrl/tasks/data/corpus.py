@@ -22,7 +22,7 @@ from mmrl.retrieval.store import PassageStore
 from mmrl.system.files import user_path
 from mmrl.tasks.data.layouts import Evidence, passage
 from mmrl.tasks.data.places import FORMATS, files_below, is_saved
-from mmrl.tasks.data.rows import Row, Source, read_as
+from mmrl.tasks.data.rows import Source, read_as
 from mmrl.tasks.mini.examples import mini_corpus
 
 log = logging.getLogger("mmrl.data")
@@ -30,10 +30,10 @@ log = logging.getLogger("mmrl.data")
 KEY = "corpus"
 SCANNED = 200_000
 """Passages up to which answers are looked for; a larger corpus is known by its titles alone."""
-LONGEST = 12
+LONGEST_ANSWER = 12
 """Words of an answer that are looked for; a longer answer counts by its first ones."""
 WORD = re.compile(r"\w+")
-WHOLE = 1_000_000
+WIKIPEDIA_PASSAGES = 1_000_000
 """A corpus of fewer passages is a part of Wikipedia, even where it can answer all questions at hand."""
 
 
@@ -105,21 +105,17 @@ def _of_source(source: Source, numbers: Iterator[int], *, strict: bool) -> Itera
     """Yield a source's passages; none if it need not hold any, and its first record holds none."""
     for number, row in enumerate(source.stream("train")):
         try:
-            documents = _of_row(source, row, numbers)
+            fields = row.values if isinstance(row.values, Mapping) else ()
+            if "paragraphs" in fields or ("context" in fields and "question" in fields):
+                paragraphs = read_as(Evidence, source.key, row).passages()
+                documents = [Document(id=str(next(numbers)), title=title, text=text) for title, text in paragraphs]
+            else:
+                documents = [passage(source, row, next(numbers))]
         except DataError:
             if strict or number:
                 raise
             return
         yield from documents
-
-
-def _of_row(source: Source, row: Row, numbers: Iterator[int]) -> list[Document]:
-    """Return the passage of a record, or the paragraphs that a question brings."""
-    values = row.values
-    if isinstance(values, Mapping) and ("paragraphs" in values or ("context" in values and "question" in values)):
-        passages = read_as(Evidence, source.key, row).passages()
-        return [Document(id=str(next(numbers)), title=title, text=text) for title, text in passages]
-    return [passage(source, row, next(numbers))]
 
 
 def coverage(
@@ -180,7 +176,7 @@ def label(criterion: str, shares: Mapping[str, float], passages: int, *, real: b
     """
     if not shares or (not real and min(shares.values()) == 1):
         return {}
-    name = "partial corpus" if min(shares.values()) < 1 or passages < WHOLE else "corpus coverage"
+    name = "partial corpus" if min(shares.values()) < 1 or passages < WIKIPEDIA_PASSAGES else "corpus coverage"
     return {name: f"{criterion}: {', '.join(f'{split} {share:.1%}' for split, share in shares.items())}"}
 
 
@@ -190,7 +186,7 @@ def find_occurring(answers: Iterable[str], documents: Iterable[Document]) -> set
     # Indexed by first word: one pass over the passages for any number of answers.
     lengths: dict[str, set[int]] = {}
     for answer in answers:
-        if run := tuple(WORD.findall(answer.lower())[:LONGEST]):
+        if run := tuple(WORD.findall(answer.lower())[:LONGEST_ANSWER]):
             by_words.setdefault(run, []).append(answer)
             lengths.setdefault(run[0], set()).add(len(run))
     present: set[tuple[str, ...]] = set()

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import from_json
+from typing_extensions import override
 
 from mmrl import rng
 from mmrl.records import Example
@@ -114,8 +115,8 @@ class Hotpot(Questions, Evidence):
     context: Context
     supporting_facts: Annotated[list[tuple[str, Any]], _pairs("title", "sent_id")]
 
+    @override
     def titles(self) -> Iterable[str]:
-        """See `Questions.titles`."""
         return (title for title, _ in self.supporting_facts)
 
 
@@ -125,12 +126,12 @@ class Popqa(Questions, Evidence):
     paragraphs: list[SupportedParagraph | None]
     prop: Any = ""
 
+    @override
     def kind(self) -> str:
-        """See `Questions.kind`."""
         return str(self.prop)
 
+    @override
     def titles(self) -> Iterable[str]:
-        """See `Questions.titles`."""
         return (paragraph.title for paragraph in self.paragraphs if paragraph and paragraph.is_supporting)
 
 
@@ -140,8 +141,8 @@ class Musique(Popqa):
     id: str
     answer_aliases: list[Text] | None = None
 
+    @override
     def kind(self) -> str:
-        """See `Questions.kind`."""
         return f"{self.id.split('hop')[0]}hop"
 
 

@@ -27,7 +27,7 @@ _SHARD = re.compile(r"(.*?)(\d+)-of-(\d+)(.*)")
 
 def names_files(spec: str) -> bool:
     """Return True if a source names what is on this machine: it is there, or a pattern, or of several parts."""
-    return user_path(spec).exists() or len(parts_of(spec)) > 1 or _is_pattern(spec)
+    return user_path(spec).exists() or len(parts_of(spec)) > 1 or any(sign in spec for sign in "*?[")
 
 
 def parts_of(spec: str) -> list[str]:
@@ -69,10 +69,6 @@ def files_below(folder: Path) -> list[Path]:
 def is_saved(folder: Path) -> bool:
     """Return True for a folder that `datasets` has saved."""
     return (folder / STATE).is_file() or (folder / SPLITS_FILE).is_file()
-
-
-def _is_pattern(spec: str) -> bool:
-    return any(sign in spec for sign in "*?[")
 
 
 def _of_folder(folder: Path, split: str) -> list[Path]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar, TypedDict
 
 from pydantic import AliasChoices, BaseModel, Field
+from typing_extensions import override
 
 from mmrl import rng
 from mmrl.config.base import SPLITS
@@ -19,7 +20,6 @@ from mmrl.records import Call, Example
 from mmrl.tasks.base import Score
 from mmrl.tasks.data.rows import Row, Text, read_as, record_id
 from mmrl.tasks.dspy.base import DspyTask, read_json
-from mmrl.tasks.mini.examples import mini_records
 
 SAMPLE: Mapping[str, tuple[int, int]] = {"train": (0, 250), "dev": (250, 750)}
 """Places, in a shuffle of their source, of the items that the paper draws (250 and 500); all test items are used."""
@@ -48,10 +48,12 @@ class Banking77Task(DspyTask):
     absent_features = frozenset({"penalties", "observations", "repeated_calls"})
     main_metric = "em"
     failed_metrics: ClassVar[Mapping[str, float]] = {"em": 0.0}
+    mini_kind = "support"
     places = SAMPLE
 
+    @override
     def load(self) -> Mapping[str, Sequence[Example]]:
-        """See `DspyTask.load`; the labels are known after it."""
+        """The labels are known after it."""
         examples = super().load()
         # Without a label file the first source's labels are the classes (all of the mini world's); a label that only
         # another one has would be unreachable.
@@ -59,15 +61,16 @@ class Banking77Task(DspyTask):
         splits = SPLITS if first is None else (first,)
         found = sorted({example.metadata["label"] for split in splits for example in examples[split]})
         self.labels: tuple[str, ...] = self._given_labels() or tuple(found)
-        self._check_labels(examples, f"task.data.{first}" if self.config.labels is None else "task.labels")
+        whose = f"task.data.{first}" if self.config.labels is None else "task.labels"
+        for split, rows in examples.items():
+            if unknown := sorted({example.metadata["label"] for example in rows} - set(self.labels)):
+                listed = ", ".join(map(repr, unknown[:3]))
+                count = f"{len(unknown)} labels are not among the {len(self.labels)}"
+                raise DataError(f"task.data.{split}: {count} of {whose}: {listed}{', …' * (len(unknown) > 3)}")
         return {split: self._sample(split, examples[split]) for split in SPLITS}
 
-    def mini(self, split: str) -> Sequence[Example]:
-        """See `DspyTask.mini`."""
-        return mini_records(split, "support")
-
+    @override
     def read(self, split: str) -> Sequence[Example]:
-        """See `DspyTask.read`."""
         return self.read_all(split, self._example)
 
     def _example(self, key: str, row: Row, number: str) -> Example:
@@ -84,13 +87,6 @@ class Banking77Task(DspyTask):
             raise DataError(f"task.labels: {path}: expected a list of texts")
         return tuple(dict.fromkeys(labels))
 
-    def _check_labels(self, rows: Mapping[str, Sequence[Example]], whose: str) -> None:
-        for split, examples in rows.items():
-            if unknown := sorted({example.metadata["label"] for example in examples} - set(self.labels)):
-                listed = ", ".join(map(repr, unknown[:3]))
-                count = f"{len(unknown)} labels are not among the {len(self.labels)}"
-                raise DataError(f"task.data.{split}: {count} of {whose}: {listed}{', …' * (len(unknown) > 3)}")
-
     def _sample(self, split: str, examples: Sequence[Example]) -> Sequence[Example]:
         """The paper's number of items, at their places in a shuffle of the source, so that train and dev may share one;
         or all rows."""
@@ -100,8 +96,8 @@ class Banking77Task(DspyTask):
         order = sorted(examples, key=lambda example: rng.digest("banking77", SAMPLE_SEED, example.inputs["text"]))
         return self.sampled(split, order, "rows")
 
+    @override
     def make_program(self) -> object:
-        """See `DspyTask.make_program`."""
         from mmrl.tasks.dspy.built_in import Banking77
 
         return Banking77(self.labels)
@@ -111,8 +107,8 @@ class Banking77Task(DspyTask):
         hit = float(prediction["label"] == example.metadata["label"])
         return Score(reward=hit, metrics={"em": hit}, parts={"em": hit})
 
+    @override
     def describe(self) -> Mapping[str, object]:
-        """See `mmrl.tasks.base.Task.describe`."""
         facts = {**super().describe(), "labels": len(self.labels)}
         drawn = self.config.sample == "paper" and not SAMPLE.keys().isdisjoint(self.sources)
         return facts | ({"sample": f"the paper's, drawn with seed {SAMPLE_SEED}"} if drawn else {})

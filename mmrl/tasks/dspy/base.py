@@ -13,6 +13,8 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from typing_extensions import override
+
 from mmrl.config.base import SPLITS
 from mmrl.config.tasks import TaskConfig
 from mmrl.errors import ConfigError, DataError, gathered, refuse
@@ -23,6 +25,7 @@ from mmrl.tasks.base import Task, Tool
 from mmrl.tasks.data.layouts import subset_of
 from mmrl.tasks.data.rows import Row, Source, check_unique, same_rows
 from mmrl.tasks.dspy.fields import adapter_in_use
+from mmrl.tasks.mini.examples import mini_records
 from mmrl.tasks.prompts import PAPER, Template, load_prompts, prompts_file
 
 if TYPE_CHECKING:
@@ -44,6 +47,8 @@ class DspyTask(Task):
         ConfigError: options without effect, bad prompts or data; all problems at once.
     """
 
+    mini_kind: ClassVar[str]
+    """Its examples of the mini world: `claims`, `support` or `requests`."""
     places: ClassVar[Mapping[str, tuple[int, int]]] = {}
     """Split -> where the items of the paper begin and end in their source, with `task.sample=paper`."""
     reward_sets: tuple[str, ...] = ("outcome",)
@@ -99,9 +104,9 @@ class DspyTask(Task):
             return {split: self.mini(split) for split in SPLITS}
         return {split: self.read(split) if split in self.sources else [] for split in SPLITS}
 
-    @abstractmethod
     def mini(self, split: str) -> Sequence[Example]:
         """Return the mini world's examples of a split, for a config that names no data."""
+        return mini_records(split, self.mini_kind)
 
     @abstractmethod
     def read(self, split: str) -> Sequence[Example]:
@@ -145,8 +150,8 @@ class DspyTask(Task):
         """Read the rows of a split's source."""
         return Source(f"task.data.{split}", self.sources[split]).rows(split)
 
+    @override
     def examples(self, split: str) -> Sequence[Example]:
-        """See `mmrl.tasks.base.Task.examples`."""
         return self._examples[split]
 
     def sampled(self, split: str, items: Sequence[T], what: str) -> Sequence[T]:
@@ -170,8 +175,8 @@ class DspyTask(Task):
             log.warning("%s", problem)
         return items[first:end]
 
+    @override
     def describe(self) -> Mapping[str, object]:
-        """See `mmrl.tasks.base.Task.describe`."""
         data = ", ".join(f"{split} {readable(spec)}" for split, spec in self.sources.items()) or "mini world"
         return {"data": data, **{f"{split} items": len(self._examples[split]) for split in SPLITS}}
 

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypedDict
 
 from pydantic import BaseModel, BeforeValidator, Field, StrictInt
+from typing_extensions import override
 
 from mmrl.config.tasks import HoverConfig
 from mmrl.errors import ConfigError, DataError, gathered, refuse
@@ -24,7 +25,7 @@ from mmrl.tasks.base import Score
 from mmrl.tasks.data.corpus import coverage, label, warn_of_gaps
 from mmrl.tasks.data.rows import Text, check_unique, read_as
 from mmrl.tasks.dspy.base import DspyTask
-from mmrl.tasks.mini.examples import mini_corpus, mini_records
+from mmrl.tasks.mini.examples import mini_corpus
 from mmrl.tasks.search_tool import Results, SearchTool, named_corpus
 
 ITEMS: Mapping[str, tuple[int, int]] = {"train": (0, 500), "dev": (500, 1000), "test": (1000, 1500)}
@@ -77,6 +78,7 @@ class HoverTask(DspyTask):
     main_metric = "recall"
     failed_metrics: ClassVar[Mapping[str, float]] = {"recall": 0.0, "all_titles": 0.0}
     reward_sets: tuple[str, ...] = ("outcome", "strict")
+    mini_kind = "claims"
     places = ITEMS
 
     def __init__(self, config: HoverConfig, seed: int):
@@ -87,7 +89,13 @@ class HoverTask(DspyTask):
         problems += retriever_problems(config.retriever)
         documents: Sequence[Document] = ()
         with gathered(problems):
-            documents = self._documents()
+            corpora = named_corpus(config.retriever, config.corpus)
+            if not corpora and self.sources:
+                raise ConfigError(
+                    "task.corpus: got null, and HoVer's claims bring no passages to search; expected a file or hub id "
+                    "of documents with title and text, or task.retriever.index or task.retriever.name=remote"
+                )
+            documents = next(iter(corpora.values()), mini_corpus())
         refuse(problems)
         self.documents = documents
         self.search_tool = SearchTool(config.retriever, {CORPUS: documents})
@@ -96,23 +104,9 @@ class HoverTask(DspyTask):
         """Split -> share of its claims whose gold titles are all in the corpus; absent where that is not known."""
         warn_of_gaps(self.gold_shares, "claims have all gold titles in the corpus")
 
-    def _documents(self) -> Sequence[Document]:
-        """Return the corpus; empty if only a server has it."""
-        config = self.config
-        corpora = named_corpus(config.retriever, config.corpus)
-        if not corpora and self.sources:
-            raise ConfigError(
-                "task.corpus: got null, and HoVer's claims bring no passages to search; expected a file or hub id of "
-                "documents with title and text, or task.retriever.index or task.retriever.name=remote"
-            )
-        return next(iter(corpora.values()), mini_corpus())
-
-    def mini(self, split: str) -> Sequence[Example]:
-        """See `DspyTask.mini`."""
-        return mini_records(split, "claims")
-
+    @override
     def read(self, split: str) -> Sequence[Example]:
-        """See `DspyTask.read`: the paper keeps one claim of each HotpotQA question."""
+        """The paper keeps one claim of each HotpotQA question."""
         key = f"task.data.{split}"
         claims = []
         questions: list[str] = []
@@ -146,8 +140,8 @@ class HoverTask(DspyTask):
         each, last = PAPER_TOP_K if self.sources else MINI_TOP_K
         return self.config.hop_top_k or each, self.config.last_top_k or last
 
+    @override
     def make_program(self) -> object:
-        """See `DspyTask.make_program`."""
         from mmrl.tasks.dspy.built_in import Hover
 
         return Hover(self.config.search_hops, *self.top_k, self.config.passages)
@@ -164,8 +158,8 @@ class HoverTask(DspyTask):
         results = self.search_tool.search(queries, [top_k] * len(queries), CORPUS)
         return [str(passage["long_text"]) for passage in _passages(results)]
 
+    @override
     def close(self) -> None:
-        """See `mmrl.tasks.base.Task`."""
         self.search_tool.close()
 
     def score(self, example: Example, prediction: HoverPrediction, path: Sequence[Call], reward_set: str) -> Score:
@@ -182,8 +176,8 @@ class HoverTask(DspyTask):
             parts={reward_set: reward},
         )
 
+    @override
     def describe(self) -> Mapping[str, object]:
-        """See `mmrl.tasks.base.Task.describe`."""
         config, (each, last) = self.config, self.top_k
         facts = dict(super().describe())
         if self.sources:

@@ -13,6 +13,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from typing_extensions import override
+
 from mmrl.config.tasks import DspyProgramConfig, TaskConfig
 from mmrl.errors import ConfigError, DataError, ProgramFailure, RewardFailure, gathered, refuse
 from mmrl.records import EMPTY, LARGEST, Call, Example
@@ -131,12 +133,12 @@ class RecordTask(DspyTask):
         """Return the metadata of a record, for the reward: the whole record."""
         return dict(record)
 
+    @override
     def make_program(self) -> object:
-        """See `DspyTask.make_program`."""
         return self._program
 
+    @override
     def read(self, split: str) -> Sequence[Example]:
-        """See `DspyTask.read`."""
         return self.read_all(split, self._example)
 
     def _example(self, key: str, row: Row, number: str) -> Example:
@@ -237,8 +239,8 @@ class ImportedTask(RecordTask):
                     feedback[name] = about[""]
         return replace(score, feedback=feedback)
 
+    @override
     def describe(self) -> Mapping[str, object]:
-        """See `mmrl.tasks.base.Task.describe`."""
         paths = {"program": self.config.program, "metric": self.config.metric}
         return {**super().describe(), **{name: readable(str(path)) for name, path in paths.items()}}
 
@@ -303,7 +305,10 @@ def scored(result: object, source: str) -> Score:
     Raises:
         RewardFailure: there is no `score`, or a number is not finite.
     """
-    values = _values(result)
+    # Where DSPy was never imported nothing can be an object of it, and importing it takes seconds.
+    dspy = sys.modules.get("dspy")
+    given = result.toDict() if dspy is not None and isinstance(result, dspy.Example) else result
+    values = {str(name): value for name, value in (given if isinstance(given, Mapping) else {"score": given}).items()}
     numbers = {name: number for name, value in values.items() if (number := as_number(value)) is not None}
     if "score" not in numbers or not all(abs(number) <= LARGEST for number in numbers.values()):
         raise RewardFailure(
@@ -312,14 +317,6 @@ def scored(result: object, source: str) -> Score:
         )
     feedback = values.get("feedback")
     return Score(reward=numbers["score"], metrics=numbers, feedback={"": feedback} if isinstance(feedback, str) else {})
-
-
-def _values(result: object) -> dict[str, object]:
-    """Return the values of a metric's result by name; a number is the `score`."""
-    # Where DSPy was never imported nothing can be an object of it, and importing it takes seconds.
-    dspy = sys.modules.get("dspy")
-    values = result.toDict() if dspy is not None and isinstance(result, dspy.Example) else result
-    return {str(name): value for name, value in (values if isinstance(values, Mapping) else {"score": values}).items()}
 
 
 # --- user code by its signature, before it runs

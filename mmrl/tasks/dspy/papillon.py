@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
 from pydantic import AliasChoices, BaseModel, Field
+from typing_extensions import override
 
 from mmrl.config.tasks import PapillonConfig
 from mmrl.engines.openai import OpenAIChat
@@ -25,7 +26,7 @@ from mmrl.tasks.data.rows import Row, Text, read_as
 from mmrl.tasks.dspy.base import DspyTask
 from mmrl.tasks.dspy.fields import within_bounds
 from mmrl.tasks.metrics import leaked_pieces
-from mmrl.tasks.mini.examples import make_external, mini_records
+from mmrl.tasks.mini.examples import make_external
 
 if TYPE_CHECKING:
     import dspy
@@ -63,6 +64,7 @@ class PapillonTask(DspyTask):
     main_metric = "score"
     failed_metrics: ClassVar[Mapping[str, float]] = {"score": 0.0, "quality": 0.0, "leakage": 1.0}
     """A failed rollout is no sign of privacy: the leakage for which score, quality and leakage still fit together."""
+    mini_kind = "requests"
     places = ROWS
 
     def __init__(self, config: PapillonConfig, seed: int):
@@ -86,12 +88,9 @@ class PapillonTask(DspyTask):
         self.by_rule = make_external()
         self.tools = {"external": self.ask_external}
 
-    def mini(self, split: str) -> Sequence[Example]:
-        """See `DspyTask.mini`."""
-        return mini_records(split, "requests")
-
+    @override
     def read(self, split: str) -> Sequence[Example]:
-        """See `DspyTask.read`; rows without a target are left out."""
+        """Rows without a target are left out."""
         key = f"task.data.{split}"
         numbered: Sequence[tuple[int, Row]] = list(enumerate(self.rows(split)))
         if self.config.sample == "paper":
@@ -116,8 +115,8 @@ class PapillonTask(DspyTask):
             raise DataError(f"{key}: {self.sources[split]}: target_response is empty in every row that is used")
         return examples
 
+    @override
     def make_program(self) -> object:
-        """See `DspyTask.make_program`."""
         from mmrl.tasks.dspy.built_in import Papillon
 
         return Papillon()
@@ -159,8 +158,8 @@ class PapillonTask(DspyTask):
             parts={"quality": quality, "leakage": leakage},
         )
 
+    @override
     def describe(self) -> Mapping[str, object]:
-        """See `mmrl.tasks.base.Task.describe`."""
         external = "rule-based external model" if self.external is None else self.external.describe()
         facts = {**super().describe(), "external model": external, "judge": self.judges.describe()}
         if self.sources and self.config.sample == "paper":

@@ -17,6 +17,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from typing_extensions import override
+
 from mmrl.config.tasks import AnyAgentConfig
 from mmrl.errors import ConfigError, LengthFailure, ProgramFailure, RewardFailure, gathered, refuse, unknown
 from mmrl.records import Call, Example
@@ -170,8 +172,8 @@ class AgentTask(RecordTask):
             reward, turns = _turn_rewards(rewards, path, reward)
         return Score(reward=reward, metrics=metrics, turn_rewards=turns)
 
+    @override
     def describe(self) -> Mapping[str, object]:
-        """See `mmrl.tasks.base.Task.describe`."""
         paths = {"agent": self.config.agent or self.config.command, "metric": self.config.metric or "its own result"}
         return {**super().describe(), **{name: readable(str(path)) for name, path in paths.items()}}
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from mmrl.sets.queue import Run
+from mmrl.sets.queue import CellRun
 from mmrl.store.rundir import RunDir
 from scripts.papers.case import case_study
 from tests.helpers.sets import table_result
@@ -26,7 +26,7 @@ def table(tmp_path):
                 for n, score in enumerate(of_items)
             ]
             run.eval_path(step, "dev").write_text("\n".join(lines) + "\n")
-    evaluation = Run(seed=0, path=tmp_path / "gone", command="eval", after=Run(seed=0, path=run.path))
+    evaluation = CellRun(seed=0, path=tmp_path / "gone", command="eval", after=CellRun(seed=0, path=run.path))
     scores = {"EM": "em", "F1": "f1", "# Docs": "docs"}
     return table_result({("FoF", ""): [evaluation]}, scores=scores, counts=("# Docs",))
 
@@ -51,6 +51,6 @@ def test_the_first_question_that_rises_the_most_is_shown_at_both_ends(table):
 
 def test_without_two_evaluations_there_is_none(table):
     assert case_of(table, 15) is None and case_of(table, 16) is None
-    table.runs["FoF", ""] = [Run(seed=0, path=table.runs["FoF", ""][0].path, command="eval")]  # an untrained row
+    table.runs["FoF", ""] = [CellRun(seed=0, path=table.runs["FoF", ""][0].path, command="eval")]  # an untrained row
     assert case_of(table, 5) is None
     assert case_of(table, None) is None

@@ -67,7 +67,7 @@ def test_a_counterfactual_is_the_outcome_of_the_same_agent_with_other_replies():
     plan = (Tree(exchange=Exchange(("planner",), reply="none")),)
     forest = rolled_out(of_two(), engine, plan)
     (rollout,) = forest.rollouts
-    assert (rollout.reward, rollout.counterfactuals, rollout.calls_again) == (1.0, {"planner": 0.0}, 2)
+    assert (rollout.reward, rollout.counterfactuals, rollout.counterfactual_calls) == (1.0, {"planner": 0.0}, 2)
 
 
 def test_a_reply_exchanged_for_nothing_is_read_as_an_empty_message_where_there_are_tools():
