@@ -127,9 +127,9 @@ class Router(Engine):
         self.engine.leave()
 
     @contextmanager
-    def keeping(self) -> Iterator[None]:
-        """See `Engine.keeping`."""
-        with self.engine.keeping():
+    def prefix_cache_kept(self) -> Iterator[None]:
+        """See `Engine.prefix_cache_kept`."""
+        with self.engine.prefix_cache_kept():
             yield
 
     def end_session(self, session: str) -> None:

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from mmrl.config import ModelConfig
 from mmrl.config.base import SHIPPED, iter_leaves
-from mmrl.errors import ConfigError, nearest, reason_of, refuse
-from mmrl.errors import located as in_front
+from mmrl.errors import ConfigError, located, nearest, reason_of, refuse
 from mmrl.models.adapter import with_adapters
 from mmrl.models.headers import saved_weights
 from mmrl.models.hub import hub_answers
@@ -50,11 +49,11 @@ class ServedWeights(TypedDict):
 
 
 def model_path(model: ModelConfig) -> str:
-    """Return the folder or hub id of the weights; see `located`."""
-    return located(model.path)
+    """Return the folder or hub id of the weights; see `local_path`."""
+    return local_path(model.path)
 
 
-def located(path: str) -> str:
+def local_path(path: str) -> str:
     """Return the folder of a shipped model, else `path` as typed."""
     return str(ASSETS / path if path in SHIPPED else user_path(path))
 
@@ -124,7 +123,7 @@ def skeleton(model: ModelConfig) -> tuple[PreTrainedModel, str]:
 
     config, kind, attention = _prepared(model)
     plain = computed_back(config)
-    with _refusing(model, "weights"), in_front(f"model.path: {_cannot(model, 'weights')}: "):
+    with _refusing(model, "weights"), located(f"model.path: {_cannot(model, 'weights')}: "):
         weights = saved_weights(_finder(model), getattr(config, "transformers_weights", None))
 
     def load(names: Mapping[str, str]) -> tuple[PreTrainedModel, tuple[str, str]]:

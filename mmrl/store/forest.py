@@ -25,7 +25,7 @@ FAILURES = tuple(
     sorted({kind.kind for kind in vars(errors).values() if isinstance(kind, type) and hasattr(kind, "kind")})
 )
 """Values of `rollouts[].error`."""
-MOST = 10_000_000
+LARGEST_COUNT = 10_000_000
 """Largest count (tokens of a call, fields, turns): what is credited per token must fit into memory."""
 LONGEST_CYCLE = 10
 """Calls of a cycle that are named."""
@@ -45,7 +45,7 @@ def _bounded(number: float) -> float:
 
 # `min_length` would refuse a lone surrogate, which JSON may hold and a model may write.
 _Name = Annotated[str, AfterValidator(_not_empty)]
-_Count = Annotated[int, Field(ge=0, le=MOST)]
+_Count = Annotated[int, Field(ge=0, le=LARGEST_COUNT)]
 _Number = Annotated[float, AfterValidator(_bounded)]
 # The models are strict; a tuple may come as a list, which JSON has in its place, and a mapping be of any kind.
 _Numbers = Annotated[tuple[_Number, ...], Strict(False)]

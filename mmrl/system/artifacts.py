@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeAlias
 
-from mmrl.system.files import differences, digest, user_path
+from mmrl.system.files import differences, file_digest, user_path
 
 CHECKED_BYTES = 64 * 2**20
 """Files up to this size are checked by content, larger ones by size alone: start-up must not read gigabytes."""
@@ -28,7 +28,7 @@ def file_checks(folder: Path, without: tuple[str, ...] = ()) -> dict[str, tuple[
     for file in sorted(folder.rglob("*")):
         if file.is_file() and file.name not in without:
             size = file.stat().st_size
-            checks[str(file.relative_to(folder))] = (size, digest(file) if size <= CHECKED_BYTES else None)
+            checks[str(file.relative_to(folder))] = (size, file_digest(file) if size <= CHECKED_BYTES else None)
     return checks
 
 

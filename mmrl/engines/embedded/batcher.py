@@ -120,8 +120,8 @@ class Batcher(Engine):
             await asyncio.wait([self._driver], timeout=YIELD_S)
 
     @contextmanager
-    def keeping(self) -> Iterator[None]:
-        """See `Engine.keeping`. What a request finds then depends on what came before it, and so may its last bits."""
+    def prefix_cache_kept(self) -> Iterator[None]:
+        """See `Engine.prefix_cache_kept`. What a request finds depends on those before it, and so may its last bits."""
         self._keeps = True
         try:
             yield

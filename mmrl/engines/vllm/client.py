@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedTokenizerBase
 
-TRIES = 4
+REQUEST_TRIES = 4
 """Tries of one request at servers that are alive but do not answer."""
 
 
@@ -144,7 +144,7 @@ class SharedServersEngine(HttpEngine):
 
     async def _recover(self, error: HttpFailure, failures: int, name: str) -> None:
         """See `HttpEngine._recover`."""
-        if failures >= TRIES:
+        if failures >= REQUEST_TRIES:
             raise EngineFailure(f"the vLLM server failed {failures} times: {error}") from error
         await asyncio.sleep(2.0 ** (failures - 1))
         # The main process starts a server that has ended again, at the same address.

@@ -30,7 +30,7 @@ from mmrl.config.engines import VllmServerConfig
 from mmrl.engines.base import EngineSetup
 from mmrl.engines.vllm.api import VllmApi
 from mmrl.engines.vllm.base import PushedAdapter, PushingEngine
-from mmrl.engines.vllm.client import TRIES, HttpEngine, Serving
+from mmrl.engines.vllm.client import REQUEST_TRIES, HttpEngine, Serving
 from mmrl.engines.vllm.command import server_arguments, server_environment
 from mmrl.engines.vllm.ray_server import RayServer, place_servers
 from mmrl.engines.vllm.replica import Replica
@@ -303,7 +303,7 @@ class VllmServerEngine(HttpEngine, PushingEngine):
         # The others answer meanwhile; where there is none, the next try waits in `_available`.
         if await self._take_out_lost(error) or (not self._serving and self._reviving):
             return
-        if failures >= TRIES:
+        if failures >= REQUEST_TRIES:
             raise EngineFailure(f"the vLLM server failed {failures} times: {error}; {self._log_tails()}") from error
         await asyncio.sleep(2.0 ** (failures - 1))
 
