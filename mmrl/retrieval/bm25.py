@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from typing_extensions import override
 
 from mmrl.retrieval.base import Document, Retriever
 from mmrl.system.bar import progress
@@ -70,8 +71,8 @@ class Bm25Retriever(Retriever):
         self._words = settings.tokenizer()
         self._index = _build(documents, settings) if built is None else _load(built)
 
+    @override
     def search(self, queries: Sequence[str], top_k: Sequence[int]) -> list[list[Document]]:
-        """See `mmrl.retrieval.base.Retriever.search`."""
         return [self._search(query, k) for query, k in zip(queries, top_k, strict=True)]
 
     def _search(self, query: str, k: int) -> list[Document]:

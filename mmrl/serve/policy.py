@@ -16,6 +16,8 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from typing_extensions import override
+
 from mmrl import rng
 from mmrl.engines.base import Completion, Engine, Request, Sampling
 from mmrl.errors import LengthFailure, RequestFailure
@@ -87,13 +89,13 @@ class ServedPolicy(Backend):
         # As the vocabulary spells tokens: a byte is at least one character there, so no token stands for more text.
         self._longest = max(map(len, tokenizer.get_vocab()))
 
+    @override
     def refuse_crowd(self) -> None:
-        """See `Backend.refuse_crowd`."""
         if self.in_flight >= MOST_REQUESTS:
             raise Refused(429, f"more than {MOST_REQUESTS} requests at once")
 
+    @override
     async def begin(self, parsed: SamplingRequest, headers: Mapping[str, str], body: bytes) -> Running:
-        """See `Backend.begin`."""
         module = self.named(parsed.model, headers)
         if not self.modules:  # whatever its name: an agent goes on with those that it was trained with
             module = ""
@@ -193,8 +195,8 @@ class _Running(Running):
         super().__init__(parsed=parsed, task=task, created=int(time.time()), begun=begun)
         self.id = secrets.token_hex(12)
 
+    @override
     def release(self) -> None:
-        """See `Running.release`."""
         self._policy.in_flight -= 1
         self.task.cancel()
 

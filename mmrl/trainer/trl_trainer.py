@@ -23,6 +23,7 @@ from datasets import Dataset
 from peft import PeftModel
 from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # type: ignore[attr-defined]
+from typing_extensions import override
 
 from mmrl.errors import CheckpointError, ConfigError, Stopped, SyncFailure, TooManyFailures
 from mmrl.models.template import as_saved
@@ -330,6 +331,7 @@ class MmrlTrainer(GRPOTrainer):
             return -(pack.weights * scores.logprobs[index].detach()).sum().double()
         return result.loss.detach().double()
 
+    @override
     def _clip_grad_norm(self, model: torch.nn.Module) -> torch.Tensor | float | None:
         limit = self.settings.train.grad_clip
         norm: torch.Tensor | float | None
@@ -388,6 +390,7 @@ class MmrlTrainer(GRPOTrainer):
             self._save_checkpoint(self.model, None)
         return target
 
+    @override
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if self.state.global_step % self.settings.updates:
             raise CheckpointError("a checkpoint can only be saved between steps")
@@ -407,11 +410,13 @@ class MmrlTrainer(GRPOTrainer):
         self._save_scaler(folder)
         self._save_rng_state(folder)
 
+    @override
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         if state_dict is not None and self.sharded:
             state_dict = sharding.without_tied(self.forwards.policy, state_dict)
         super()._save(output_dir, state_dict)
 
+    @override
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.sharded:
             assert self.optimizer is not None and self.lr_scheduler is not None
@@ -420,6 +425,7 @@ class MmrlTrainer(GRPOTrainer):
         else:
             super()._save_optimizer_and_scheduler(output_dir)
 
+    @override
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
         if self.sharded:
             sharding.load_weights(self.forwards.policy, Path(resume_from_checkpoint))
@@ -428,6 +434,7 @@ class MmrlTrainer(GRPOTrainer):
         if self.critic is not None:
             self.critic.load(Path(resume_from_checkpoint))
 
+    @override
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None and self.sharded:
             assert self.optimizer is not None and self.lr_scheduler is not None
@@ -439,5 +446,6 @@ class MmrlTrainer(GRPOTrainer):
         """Return 0: Hugging Face's formula needs its own batch format."""
         return 0
 
+    @override
     def _send_telemetry(self) -> None:
-        """Send nothing about the run."""
+        pass  # nothing about the run

@@ -20,6 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from mmrl.engines.base import Completion, Engine, Request
 from mmrl.engines.embedded.pending import PendingRequest
 from mmrl.errors import EngineFailure
@@ -100,8 +102,8 @@ class Batcher(Engine):
         self.policy_version = version
         self.decoder.forget()
 
+    @override
     def enter(self) -> None:
-        """Note that a program starts."""
         self._bind()
         self.live += 1
         self._wake()
@@ -114,14 +116,15 @@ class Batcher(Engine):
         self._forget()
         self._wake()
 
+    @override
     async def rest(self) -> None:
-        """See `Engine.rest`."""
         while not self.live and self._driver is not None and not self._driver.done():
             await asyncio.wait([self._driver], timeout=YIELD_S)
 
     @contextmanager
+    @override
     def prefix_cache_kept(self) -> Iterator[None]:
-        """See `Engine.prefix_cache_kept`. What a request finds depends on those before it, and so may its last bits."""
+        """What a request finds depends on those before it, and so may its last bits."""
         self._keeps = True
         try:
             yield

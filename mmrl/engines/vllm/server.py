@@ -26,6 +26,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from typing_extensions import override
+
 from mmrl.config.engines import VllmServerConfig
 from mmrl.engines.base import EngineSetup
 from mmrl.engines.vllm.api import VllmApi
@@ -217,8 +219,8 @@ class VllmServerEngine(HttpEngine, PushingEngine):
 
     # -- the servers -----------------------------------------------------------------------------------------------
 
+    @override
     def close(self) -> None:
-        """Stop what mmrl started, and close connections."""
         self._stop_watching()
         for task in self._reviving:
             task.get_loop().call_soon_threadsafe(task.cancel)
@@ -229,8 +231,8 @@ class VllmServerEngine(HttpEngine, PushingEngine):
                 replica.process.stop()
             replica.api.io.close()
 
+    @override
     def metrics(self) -> dict[str, float]:
-        """Return metrics for the step's record."""
         return {"engine/restarts": float(self.restarts), "engine/servers": float(len(self._serving))}
 
     def _managed(self, index: int) -> ChildProcess:
@@ -292,14 +294,14 @@ class VllmServerEngine(HttpEngine, PushingEngine):
             self._watch.cancel()
             self._watch = None
 
+    @override
     async def _available(self) -> None:
-        """See `HttpEngine._available`."""
         # The address is the same: a server that is not routed to would answer before it has been given its weights.
         while not self._serving and self._reviving:
             await self._revived()
 
+    @override
     async def _recover(self, error: HttpFailure, failures: int, name: str) -> None:
-        """See `HttpEngine._recover`."""
         # The others answer meanwhile; where there is none, the next try waits in `_available`.
         if await self._take_out_lost(error) or (not self._serving and self._reviving):
             return
