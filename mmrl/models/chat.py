@@ -59,7 +59,7 @@ def render_observation(
     ids, renderer = tuple(context), _renderer(tokenizer)
     if isinstance(observation, str):
         return (ids[:-1] if ended else ids) + tuple(renderer.encoder.following([observation]))
-    after = renderer.after_turn(observation)
+    after = renderer.render("", _turns(observation), after=True)
     if not ended:
         return ids + after
     shared = renderer.overlap(ids, after)
@@ -152,7 +152,7 @@ class _Renderer:
         # A value must not refer to its weak key, or neither would ever be freed.
         self.tokenizer = ref(tokenizer)
         self.encoder = Encoder(tokenizer)
-        self.recent = lru_cache(RECENT)(self._render)
+        self.recent = lru_cache(RECENT)(self.render)
         self.special = frozenset(self.encoder.special.values())
         # Templates of reasoning models drop all of an earlier reply up to its last `</think>`. A demonstration is sent
         # as it is written, so they must not see that mark.
@@ -181,16 +181,13 @@ class _Renderer:
         assert self.template  # what was remembered of another one is forgotten
         return self.recent(_json(tools) if tools else "", _turns(messages))
 
-    def after_turn(self, messages: Messages) -> tuple[int, ...]:
-        """Return the ids that follow an assistant turn's content: its end, `messages`, the next generation prompt."""
-        return self._render("", _turns(messages), after=True)
-
     def overlap(self, ids: Sequence[int], after: Sequence[int]) -> int:
         """Return how many special tokens that end a turn are also the first of what its template writes after it."""
         longest = next((n for n, i in enumerate(after) if i not in self.special), len(after))
         return next((n for n in range(min(longest, len(ids)), 0, -1) if ids[-n:] == after[:n]), 0)
 
-    def _render(self, tools: str, turns: tuple[_Turn, ...], after: bool = False) -> tuple[int, ...]:
+    def render(self, tools: str, turns: tuple[_Turn, ...], after: bool = False) -> tuple[int, ...]:
+        """Return the ids of a prompt; `after`: those that follow an assistant's content, its end included."""
         # Special-looking pieces of content become <mask><number><mask>, with a private-use character that no template
         # writes, so that every special token in the rendered text is one of the template's own.
         written = set("".join([tools, *(part for _, content, extra in turns for part in (content, extra))]))

@@ -23,6 +23,7 @@ from mmrl.engines.base import Completion, Engine, Request, Sampling
 from mmrl.errors import LengthFailure, RequestFailure
 from mmrl.models.chat import decode_text, render_observation, render_prompt, template_of
 from mmrl.models.growing import GrowingText
+from mmrl.models.replies import callable_tools, message_of
 from mmrl.models.template import Messages, Tools
 from mmrl.records import Reply
 from mmrl.serve.conversations import Conversations
@@ -30,7 +31,6 @@ from mmrl.serve.front import Answer, Backend, Finished, Running, until_stop
 from mmrl.serve.openai_dialect import Completions
 from mmrl.serve.protocol import ChatRequest, CompletionRequest, Refused, SamplingRequest, error_object
 from mmrl.serve.routes import add_routes
-from mmrl.serve.tools import callable_tools, read_message
 from mmrl.system.http_server import guard
 from mmrl.system.user_code import carried
 
@@ -150,7 +150,7 @@ class ServedPolicy(Backend):
         def reply() -> Reply:
             return Reply(
                 text=decode_text(self.tokenizer, completion.ids),
-                parsed=read_message(self.tokenizer, prompt, completion.ids, tools) if tools else None,
+                parsed=message_of(self.tokenizer, prompt, completion.ids, tools) if tools else None,
                 finish=completion.finish,
                 tokens=len(completion.ids),
                 context=(*prompt, *completion.ids),

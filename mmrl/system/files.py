@@ -16,7 +16,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -302,11 +302,6 @@ def map_threaded(work: Callable[[T], str], items: Iterable[T]) -> list[str]:
     """Call `work` on each item, in several threads: reading and hashing both release the interpreter lock."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         return list(pool.map(work, items))
-
-
-def file_digests(paths: Sequence[Path]) -> list[str]:
-    """Return the digest of each file."""
-    return map_threaded(file_digest, paths)
 
 
 def differences(files: Mapping[Path, tuple[int, str | None]]) -> dict[Path, str]:

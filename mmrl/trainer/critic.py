@@ -203,11 +203,6 @@ class Critic:
         self.grad_norms.append(norm)
         return norm
 
-    def zero_grad(self) -> None:
-        """Forget gradients."""
-        for parameter in self.named_parameters().values():
-            parameter.grad = None
-
     def metrics(self, reduce: Callable[[torch.Tensor, str], torch.Tensor]) -> dict[str, float]:
         """Return the step's metrics `critic/…`."""
         loss, clipped, tokens = reduce(self.sums, "sum").tolist()

@@ -26,6 +26,7 @@ from trl import GRPOConfig, GRPOTrainer  # type: ignore[attr-defined]
 from typing_extensions import override
 
 from mmrl.errors import CheckpointError, ConfigError, Stopped, SyncFailure, TooManyFailures
+from mmrl.models.adapter import targets_of
 from mmrl.models.template import as_saved
 from mmrl.store.policy import is_complete
 from mmrl.trainer import checkpoint, sharding
@@ -123,7 +124,8 @@ class MmrlTrainer(GRPOTrainer):
         self.critic = None if settings.critic is None else Critic(settings, settings.critic, model)
         self.critic_lr = 0.0
         self.adapters, lora = adapters, settings.lora(model)
-        self.facts = settings.lora_facts(model)
+        of_adapter = settings.model.lora
+        self.facts = {} if of_adapter is None else {"adapter": targets_of(model, of_adapter).described}
         """What the adapter reaches, for the summary."""
         if adapters is not None:
             # `models.assignment` gives weights per module to LoRA alone.
@@ -183,7 +185,11 @@ class MmrlTrainer(GRPOTrainer):
             self.critic.attach(self.forwards.policy, self.accelerator)
         in_fixed_order(self.forwards.policy)
         if reference is not None:
-            self.forwards.set_reference(reference)
+            self.forwards.ref_model = (
+                sharding.shard(reference, self.accelerator)
+                if self.sharded
+                else self.accelerator.prepare_model(reference, evaluation_mode=True)
+            )
 
     @property
     def steps_done(self) -> int:
@@ -265,7 +271,8 @@ class MmrlTrainer(GRPOTrainer):
         started = time.perf_counter()
         update: Update = inputs["update"]
         if self.critic is not None:
-            self.critic.zero_grad()
+            for parameter in self.critic.named_parameters().values():
+                parameter.grad = None
         # Packs are summed in their order, in float64, so the reported loss does not depend on how many there are.
         total = torch.zeros((), dtype=torch.float64, device=self.args.device)
         for count, pack in enumerate(update.packs, start=1):

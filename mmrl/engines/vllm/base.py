@@ -297,18 +297,8 @@ def save_weights(
 def probe_logprobs(model: PreTrainedModel, ids: Sequence[int], adapter: str | None) -> list[float]:
     """Compute the log-softmax of each of `ids` but the first, given those before it; length T - 1."""
     # Here and not above: an evaluation by a server never loads torch's models in this process.
-    import torch
-
     from mmrl.engines.embedded.hf_loop import HFLoop
+    from mmrl.models.selfcheck import Probe, plain_logprobs
 
-    loop = HFLoop(model, adapter)
-    loop.start()
-    try:
-        with torch.no_grad(), loop.using_adapter():
-            device = next(model.parameters()).device
-            tokens = torch.tensor([list(ids)], device=device)
-            scores = model(input_ids=tokens).logits[0, :-1].float().log_softmax(dim=-1)
-        found: list[float] = scores.gather(1, tokens[0, 1:, None]).squeeze(1).tolist()
-        return found
-    finally:
-        loop.stop()
+    with HFLoop(model, adapter).using_adapter():
+        return plain_logprobs(model, [Probe(tuple(ids[:1]), tuple(ids[1:]))])[0]

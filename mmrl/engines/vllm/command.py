@@ -41,7 +41,6 @@ RESERVED = ("--host", "--port", "--uds", "--config", "--api-key", "--root-path",
 """Arguments that would say who may reach the server."""
 REMOTE_CODE = "--trust-remote-code"
 GREEDY_OR_ONE = (0.0, 1.0)
-SEED_BITS = 63
 LOOK_S = 60.0
 """Longest wait for another interpreter to say whether it has vLLM."""
 
@@ -156,7 +155,7 @@ def sampling_fields(sampling: Sampling, limit: int, stop_ids: Iterable[int]) -> 
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
-        "seed": sampling.seed & ((1 << SEED_BITS) - 1),
+        "seed": sampling.seed % 2**63,
         "stop": list(sampling.stop),
         "stop_token_ids": sorted(stop_ids),
         "include_stop_str_in_output": True,
