@@ -30,7 +30,7 @@ from mmrl.engines.embedded.batch_rows import BatchRow
 from mmrl.engines.vllm.base import PushedAdapter, PushingEngine
 from mmrl.engines.vllm.command import engine_arguments, resources, sampling_fields
 from mmrl.errors import ConfigError, EngineFailure, SyncFailure
-from mmrl.models.load import model_path
+from mmrl.models.load import local_path
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -301,7 +301,7 @@ class VllmColocatedEngine(PushingEngine):
         from vllm.utils.argparse_utils import FlexibleArgumentParser
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        path = model_path(self.weights)
+        path = local_path(self.weights.path)
         arguments = engine_arguments(self.config, self.setup, path, self.mode, len(self.names), self.rank)
         if self._sleeps:
             arguments.append("--enable-sleep-mode")

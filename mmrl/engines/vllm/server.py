@@ -38,7 +38,7 @@ from mmrl.engines.vllm.ray_server import RayServer, place_servers
 from mmrl.engines.vllm.replica import Replica
 from mmrl.engines.vllm.router import Router
 from mmrl.errors import EngineFailure, SyncFailure
-from mmrl.models.load import model_path
+from mmrl.models.load import local_path
 from mmrl.system.child_process import ChildProcess
 from mmrl.system.http_client import HttpFailure
 from mmrl.system.portal import io_loop
@@ -241,7 +241,8 @@ class VllmServerEngine(HttpEngine, PushingEngine):
 
         def words() -> list[str]:
             # At each start: with the full weights that were pushed last.
-            path = model_path(self.weights) if self._weights_folder is None else str(self._weights_folder.resolve())
+            pushed = self._weights_folder
+            path = local_path(self.weights.path) if pushed is None else str(pushed.resolve())
             arguments = server_arguments(self.config, setup, path, self.mode, len(self.names), self.rank)
             return [self.config.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
 
