@@ -350,10 +350,13 @@ class MmrlTrainer(GRPOTrainer):
             self.totals.adapter_norms.append(norms)
             norm = math.hypot(*norms.values())
         elif self.critic is not None:
-            norm = self.accelerator.clip_grad_norm_(self.critic.policy_parameters(model), limit)
+            # Its adapter lives inside of the policy.
+            of_critic = {id(parameter) for parameter in self.critic.named_parameters().values()}
+            own = [parameter for parameter in model.parameters() if id(parameter) not in of_critic]
+            norm = self.accelerator.clip_grad_norm_(own, limit)
         else:
             norm = super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
-        value = sharding.as_number(norm) if norm is not None else 0.0
+        value = sharding.whole_norm(norm) if norm is not None else 0.0
         self.totals.grad_norms.append(finite(value, "gradient norm", self.steps_done + 1))
         return norm
 

@@ -144,7 +144,9 @@ class Batcher(Engine):
         """
         self._bind()
         loop = asyncio.get_running_loop()
-        job = PendingRequest(request, loop.create_future(), _sort_key(request))
+        # Numbers before text, so that keys of mixed types compare; the seed decides between equals.
+        key = tuple((int(isinstance(part, str)), part) for part in (*request.order, request.sampling.seed))
+        job = PendingRequest(request, loop.create_future(), key)
         self.waiting.append(job)
         # A new row can join only at a decode boundary, between two tokens of all rows: inside a step the tensors of
         # the batch have a fixed shape. A decoder that cannot refill is not disturbed for it.
@@ -303,9 +305,3 @@ class Batcher(Engine):
             self.active = []
         else:
             self.waiting = []
-
-
-def _sort_key(request: Request) -> tuple[tuple[int, int | str], ...]:
-    """Order numbers before text, so that keys of mixed types compare; the seed decides between equals."""
-    parts: tuple[int | str, ...] = (*request.order, request.sampling.seed)
-    return tuple((1, part) if isinstance(part, str) else (0, part) for part in parts)
