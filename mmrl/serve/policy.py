@@ -21,8 +21,7 @@ from typing_extensions import override
 from mmrl import rng
 from mmrl.engines.base import Completion, Engine, Request, Sampling
 from mmrl.errors import LengthFailure, RequestFailure
-from mmrl.models.chat import decode_text, render_observation, render_prompt, template_of
-from mmrl.models.growing import GrowingText
+from mmrl.models.chat import GrowingText, decode_text, render_observation, render_prompt, template_of
 from mmrl.models.replies import callable_tools, message_of
 from mmrl.models.template import Messages, Tools
 from mmrl.records import Reply

@@ -158,7 +158,7 @@ class PushingEngine(VllmEngine):
         super().__init__(model, tokenizer, config, setup)
         self.probe_ids = render_prompt(tokenizer, [{"role": "user", "content": PROBE}])
         # After those of the process before, whose folders may be there: the newest are those with the largest numbers.
-        self._pushes = max((_push_of(folder) for folder in self._pushed_folders()), default=0)
+        self._pushes = max((number for number, _ in self._pushed_folders()), default=0)
         self._nonce = secrets.token_hex(3)
         self._base_probes: dict[str, list[float]] = {}
         """Server -> log-probabilities of the probe by the weights that it was started with."""
@@ -206,7 +206,7 @@ class PushingEngine(VllmEngine):
         if self.model is not None and state is None:
             self._check_served()
         # The folders of versions that nobody uses any more.
-        for folder in sorted(self._pushed_folders(), key=_push_of)[: -self.setup.versions]:
+        for _, folder in self._pushed_folders()[: -self.setup.versions]:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _save(self, version: int, state: Mapping[str, Tensor] | None) -> dict[str, Path]:
@@ -217,9 +217,9 @@ class PushingEngine(VllmEngine):
         folder = self.folder / "weights" / f"v{version:06d}-{self._pushes}"
         return save_weights(self.model, self.names, folder, state)
 
-    def _pushed_folders(self) -> list[Path]:
-        # Not what a kill left half-written (`.tmp`).
-        return [*(self.folder / "weights").glob("v*[0-9]")]
+    def _pushed_folders(self) -> list[tuple[int, Path]]:
+        """Return number and folder, `v<version>-<push>`, of each push; not what a kill left half-written (`.tmp`)."""
+        return sorted((int(path.name.rpartition("-")[2]), path) for path in (self.folder / "weights").glob("v*[0-9]"))
 
     def _check_served(self) -> None:
         """Compare what vLLM says of the probe with the trainer's own forward, and the base with its start.
@@ -264,11 +264,6 @@ class PushingEngine(VllmEngine):
     @property
     def _tolerance(self) -> float:
         return HALF_TOLERANCE if self._half else TOLERANCE
-
-
-def _push_of(folder: Path) -> int:
-    """Return the number of a push from the name of its folder, `v<version>-<push>`."""
-    return int(folder.name.rpartition("-")[2])
 
 
 def save_weights(
