@@ -41,7 +41,7 @@ from mmrl.secrets import HidingStream, add_environment
 from mmrl.store.policy import prompts_of
 from mmrl.store.rundir import RunDir, is_run, refuse_full
 from mmrl.system.conf import GROUPS, options
-from mmrl.system.objects import is_given, put, readable
+from mmrl.system.objects import display_name, is_registered, register
 from mmrl.tasks.dspy.base import set_prompts
 
 Metric = Callable[..., Any]
@@ -106,8 +106,8 @@ class MMRL(Teleprompter):
                 )
             )
         except ConfigError as error:
-            error.args = (readable(str(error)),)
-            error.problems = [readable(problem) for problem in error.problems]
+            error.args = (display_name(str(error)),)
+            error.problems = [display_name(problem) for problem in error.problems]
             raise
         return load(student, folder)
 
@@ -219,7 +219,7 @@ class MMRL(Teleprompter):
             "data.train": f"train_{number}_{_digest(given['data.train'])}",
             "data.dev": f"dev_{number}_{_digest(given['data.dev'])}",
         }
-        return {key: put(name, given[key]) for key, name in names.items()}
+        return {key: register(name, given[key]) for key, name in names.items()}
 
     def _words(self, given: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
         """Return the equivalent words of `mmrl train`, without `algo=` and `run.dir=`.
@@ -279,13 +279,13 @@ def _put_again(given: Mapping[str, Any], folder: Path) -> dict[str, str]:
 
     run = RunDir.read(folder)
     stored = {key: str(value_at(run.config, f"task.{key}")) for key in given}
-    if not all(map(is_given, stored.values())):
+    if not all(map(is_registered, stored.values())):
         raise CheckpointError(f"{folder}: was not started from Python; continue it with: mmrl train resume={folder}")
     for split in ("train", "dev"):
         if not stored[f"data.{split}"].endswith(f"_{_digest(given[f'data.{split}'])}"):
             raise CheckpointError(f"{folder}: the {split} examples are not those that the run was started with")
     for key, value in given.items():
-        put(stored[key].partition(":")[2], value)
+        register(stored[key].partition(":")[2], value)
     config = stored_config(run.path, RootConfig)
     # Its task may have been built in this process already, from the objects of before.
     forget_task(config.task, config.seed)

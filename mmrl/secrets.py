@@ -20,9 +20,9 @@ from urllib.parse import quote, quote_plus
 
 from mmrl.errors import ConfigError
 
-LEAST = 6
+SHORTEST = 6
 """Characters of the shortest value that is hidden: a shorter one is in half of all words."""
-LEAST_TOKEN = 16
+SHORTEST_TOKEN = 16
 """Letters of the shortest token: what is shorter can be guessed."""
 PLAIN_NAME = 16
 """Letters and `_` alone, fewer than this: a name such as `hotpotqa`, which must stay readable, and no key."""
@@ -63,7 +63,7 @@ def user_in_address(text: str) -> bool:
 def can_be_secret(value: str) -> bool:
     """Check if a value can be a secret: no number, truth value or short word, and no folder of this machine."""
     if (
-        len(value) < LEAST
+        len(value) < SHORTEST
         or value.lower() == "false"
         or re.fullmatch(r"[+-]?[\d_.]+(e[+-]?\d+)?", value, re.IGNORECASE)
     ):
@@ -83,7 +83,7 @@ def add_secret(name: str, value: str, anyway: bool = False) -> None:
     """
     global _forms
     value = value.strip()
-    if value in _secrets or not (can_be_secret(value) or (anyway and len(value) >= LEAST)):
+    if value in _secrets or not (can_be_secret(value) or (anyway and len(value) >= SHORTEST)):
         return
     _secrets[value] = name
     forms = {form: mark for secret, variable in _secrets.items() for form, mark in _encodings(secret, variable).items()}
@@ -123,9 +123,9 @@ def token_of(name: str, key: str) -> str:
     token = os.environ.get(name, "").strip()
     if not token:
         raise ConfigError(f"{key}: the environment variable {name} is not set, expected a token in it")
-    if len(token) < LEAST_TOKEN or not all("!" <= letter <= "~" for letter in token):
+    if len(token) < SHORTEST_TOKEN or not all("!" <= letter <= "~" for letter in token):
         raise ConfigError(
-            f"{key}: the environment variable {name} holds no token; expected {LEAST_TOKEN} or more letters, digits "
+            f"{key}: the environment variable {name} holds no token; expected {SHORTEST_TOKEN} or more letters, digits "
             "and signs without a space"
         )
     add_secret(name, token, anyway=True)
@@ -168,7 +168,7 @@ def _encodings(value: str, name: str) -> dict[str, str]:
     coded_forms += [text.lower() for text in coded_forms if "%" in text]
     coded = base64.b64encode(raw).decode().rstrip("=")
     coded_forms += [coded, coded.replace("+", "-").replace("/", "_")]
-    marks = {form: mark for form in coded_forms if len(form) >= LEAST} | forms
+    marks = {form: mark for form in coded_forms if len(form) >= SHORTEST} | forms
     return marks | {value: reference}
 
 

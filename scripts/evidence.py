@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.store.rundir import RunDir
-from mmrl.system.files import digest, read_jsonl
+from mmrl.system.files import file_digest, read_jsonl
 
 FOLDER = Path(__file__).parents[1] / "docs" / "evidence"
 VERSIONS = ("mmrl", "torch", "transformers", "peft", "trl", "numpy")
@@ -53,12 +53,14 @@ def record(folder: Path, also: Sequence[str] = ()) -> dict[str, Any]:
         "git": environment.get("git"),
         # Not `facts` and `what`: they have paths of this machine; the command names the data.
         "data": {
-            split: digest(Path(path)) for split, path in data.items() if isinstance(path, str) and Path(path).is_file()
+            split: file_digest(Path(path))
+            for split, path in data.items()
+            if isinstance(path, str) and Path(path).is_file()
         },
         "summary": {name: value for name, value in summary.items() if name not in ("facts", "what", "name")},
         "items": items(summary["main_metric"]),
         **{f"items/{metric}": items(metric) for metric in also},
-        "digests": {str(path.relative_to(folder)): digest(path) for path in written},
+        "digests": {str(path.relative_to(folder)): file_digest(path) for path in written},
     }
 
 

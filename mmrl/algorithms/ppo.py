@@ -20,7 +20,7 @@ from mmrl.config import AlgoConfig
 from mmrl.config.algo import MappoConfig, TurnCriticConfig
 from mmrl.credit.backward import EstimatedCall, backward, critic_credit, critic_values, gae, kl_rewards
 from mmrl.credit.entries import Credit, Reward
-from mmrl.credit.loss_weights import Unit, per_token, two_level
+from mmrl.credit.loss_weights import LossSequence, per_token, two_level
 from mmrl.credit.scored import ScoredRollout, by_example
 from mmrl.records import Call, Forest
 from mmrl.rollout import plans
@@ -43,8 +43,11 @@ class Ppo(Algorithm):
         """See `mmrl.algorithms.Algorithm.credit`."""
         algo = TurnCriticConfig.narrow(algo)
         rollouts = [rollout for samples in by_example(forest).values() for rollout in samples]
-        units = [Unit(r.rollout.example, r.rollout.example, sum(c.completion_tokens for c in r.path)) for r in rollouts]
-        weights = per_token(units, two_level(units, minibatch), algo, minibatch)
+        sequences = [
+            LossSequence(r.rollout.example, r.rollout.example, sum(c.completion_tokens for c in r.path))
+            for r in rollouts
+        ]
+        weights = per_token(sequences, two_level(sequences, minibatch), algo, minibatch)
         pairs = zip(rollouts, weights, strict=True)
         estimated = [call for rollout, weight in pairs for call in self._estimated(rollout, algo, weight)]
         return critic_credit(self.name, estimated, algo.whiten, getattr(algo, "whiten_within", "batch") == "turn")
@@ -93,8 +96,8 @@ class Mappo(Ppo):
         calls = [forest.calls[call_id] for call_id in rewards]
         # Every trained token weighs the same by default (`loss_mean=token`), whichever agent wrote it.
         tokens = [0 if call.module in algo.left_out else call.completion_tokens for call in calls]
-        units = [Unit(call.example, call.example, count) for call, count in zip(calls, tokens, strict=True)]
-        weights = per_token(units, two_level(units, minibatch), algo, minibatch)
+        sequences = [LossSequence(call.example, call.example, count) for call, count in zip(calls, tokens, strict=True)]
+        weights = per_token(sequences, two_level(sequences, minibatch), algo, minibatch)
         estimated = [_within_call(call, rewards[call.id], algo, w) for call, w in zip(calls, weights, strict=True)]
         return critic_credit(self.name, estimated, algo.whiten)
 

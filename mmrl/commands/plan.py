@@ -24,7 +24,7 @@ from mmrl.config.base import MINI, SPLITS, Idle, Section
 from mmrl.config.retriever import Bm25Config
 from mmrl.config.tasks import BUILT_IN
 from mmrl.errors import CheckpointError, ConfigError, refuse, unknown
-from mmrl.models.load import model_path
+from mmrl.models.load import local_path
 from mmrl.plan.cost import NAMES as DEVICES
 from mmrl.plan.cost import Device, gpus, known_gpu
 from mmrl.plan.cost import device as find_device
@@ -121,7 +121,7 @@ def make_plan(config: TrainCommandConfig, request: PlanArguments) -> Plan:
     kind = request.device and ("cpu" if request.device == "cpu" else "cuda")
     if request.device not in (None, *DEVICES):
         raise ConfigError(unknown("device", request.device, DEVICES))
-    has_weights = Path(model_path(config.model)).is_dir()
+    has_weights = Path(local_path(config.model.path)).is_dir()
     # A few dry rollouts show the lengths of every module and take little time.
     examples = (0 if lengths or recorded or not has_weights else 4) if request.dry is None else request.dry
     if examples and not has_weights:

@@ -61,7 +61,7 @@ def serve_policy(config: EvalCommandConfig, arguments: ServeArguments, user_keys
         tempfile.TemporaryDirectory(prefix="mmrl-serve-") as folder,
         stoppable(),
         fixed_engine(config, policy, Path(folder), config.policy) as (engine, tokenizer),
-        engine.keeping(),  # a chat's next turn begins with all that was said
+        engine.prefix_cache_kept(),  # a chat's next turn begins with all that was said
     ):
         served = ServedPolicy(engine, tokenizer, list(policy.modules or ()), arguments.name)
         listen(make_app(served, token), arguments, snippets(served.models, arguments), grace_s=5)

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from mmrl.config.algo import GroupConfig
 from mmrl.credit.entries import Group, Member
-from mmrl.credit.loss_weights import Minibatches, Unit, per_token, two_level
+from mmrl.credit.loss_weights import LossSequence, Minibatches, per_token, two_level
 from mmrl.credit.scored import ScoredRollout
 from mmrl.errors import DataError
 
@@ -66,13 +66,13 @@ def is_constant(rewards: Sequence[float]) -> bool:
 def weigh(groups: Sequence[Group], algo: GroupConfig, minibatch: Minibatches = None) -> list[Group]:
     """Weigh tokens by 1 / (groups · G · |o|) for every member, or as `algo.loss_mean` says (GRPO, mmGRPO)."""
 
-    def unit(group: Group, member: Member) -> Unit:
+    def sequence(group: Group, member: Member) -> LossSequence:
         tokens = 0 if group.is_dropped else member.tokens(algo.left_out)
         frozen = not (tokens or group.is_dropped) and member.tokens() > 0
-        return Unit(member.call.example, group.id, tokens, compared=not group.is_singleton, frozen=frozen)
+        return LossSequence(member.call.example, group.id, tokens, compared=not group.is_singleton, frozen=frozen)
 
-    units = [unit(group, member) for group in groups for member in group.members]
-    return with_weights(groups, per_token(units, two_level(units, minibatch), algo, minibatch))
+    sequences = [sequence(group, member) for group in groups for member in group.members]
+    return with_weights(groups, per_token(sequences, two_level(sequences, minibatch), algo, minibatch))
 
 
 def weigh_rollouts(

@@ -17,7 +17,7 @@ Minibatches = Mapping[str, int] | None
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class LossSequence:
     """A sequence of the loss, whose tokens |o| counts in a paper's formula: a call, or all calls of a rollout."""
 
     example: str
@@ -36,41 +36,45 @@ class Unit:
         return self.compared and self.tokens > 0
 
 
-def two_level(units: Sequence[Unit], minibatch: Minibatches = None) -> list[float]:
-    """Compute shares 1 / (slots · units of the slot): mean over groups of the mean over their units (GRPO, mmGRPO).
+def two_level(sequences: Sequence[LossSequence], minibatch: Minibatches = None) -> list[float]:
+    """Compute shares 1 / (slots · sequences of the slot): mean over groups of the mean within (GRPO, mmGRPO).
 
-    Units without a token take no share from the others, but for the groups of frozen ones. Returns one share per unit;
+    Sequences without a token take no share from the others, but for the groups of frozen ones. Returns the shares;
     0 where it has no weight.
     """
-    steps = [minibatch_of(unit.example, minibatch) for unit in units]
-    filled = {(step, unit.slot) for step, unit in zip(steps, units, strict=True) if unit.tokens or unit.frozen}
+    steps = [minibatch_of(sequence.example, minibatch) for sequence in sequences]
+    filled = {
+        (step, sequence.slot)
+        for step, sequence in zip(steps, sequences, strict=True)
+        if sequence.tokens or sequence.frozen
+    }
     slots = Counter(step for step, _ in filled)
-    sizes = Counter((unit.example, unit.slot) for unit in units if unit.counts)
+    sizes = Counter((sequence.example, sequence.slot) for sequence in sequences if sequence.counts)
     return [
-        1.0 / (slots[step] * sizes[unit.example, unit.slot]) if unit.counts else 0.0
-        for step, unit in zip(steps, units, strict=True)
+        1.0 / (slots[step] * sizes[sequence.example, sequence.slot]) if sequence.counts else 0.0
+        for step, sequence in zip(steps, sequences, strict=True)
     ]
 
 
 def per_token(
-    units: Sequence[Unit], shares: Sequence[float], algo: AlgoConfig, minibatch: Minibatches = None
+    sequences: Sequence[LossSequence], shares: Sequence[float], algo: AlgoConfig, minibatch: Minibatches = None
 ) -> list[float]:
-    """Return the weight of each token of each unit, as `algo.loss_mean` says.
+    """Return the weight of each token of each sequence, as `algo.loss_mean` says.
 
     `seq` divides a share by |o|; `token` gives every token of the optimizer step the same weight; `constant` divides a
-    share by `algo.loss_length` (L_max; None: the longest unit). Only units with a positive share have weight.
+    share by `algo.loss_length` (L_max; None: the longest sequence). Only sequences with a positive share have weight.
     """
     if algo.loss_mean == "token":
-        steps = [minibatch_of(unit.example, minibatch) for unit in units]
+        steps = [minibatch_of(sequence.example, minibatch) for sequence in sequences]
         totals: Counter[int] = Counter()
-        for step, unit, share in zip(steps, units, shares, strict=True):
-            totals[step] += unit.tokens if share else 0
+        for step, sequence, share in zip(steps, sequences, shares, strict=True):
+            totals[step] += sequence.tokens if share else 0
         return [1.0 / totals[step] if share else 0.0 for step, share in zip(steps, shares, strict=True)]
     # Dr.GRPO: a length that no sequence chooses, so that long answers are not paid less per token.
-    longest = algo.loss_length or max((unit.tokens for unit in units), default=1)
+    longest = algo.loss_length or max((sequence.tokens for sequence in sequences), default=1)
     return [
-        share / (unit.tokens if algo.loss_mean == "seq" else longest) if share else 0.0
-        for unit, share in zip(units, shares, strict=True)
+        share / (sequence.tokens if algo.loss_mean == "seq" else longest) if share else 0.0
+        for sequence, share in zip(sequences, shares, strict=True)
     ]
 
 

@@ -14,7 +14,7 @@ from mmrl import rng
 from mmrl.config.algo import MhgpoConfig
 from mmrl.credit.entries import Group, Member, Reward
 from mmrl.credit.groups import with_weights
-from mmrl.credit.loss_weights import Minibatches, Unit, minibatch_of, per_token
+from mmrl.credit.loss_weights import LossSequence, Minibatches, minibatch_of, per_token
 from mmrl.records import Call, Forest
 
 Slot = tuple[str, str, int]
@@ -149,8 +149,8 @@ def weigh_slots(
         trains: True if a call is in the loss.
     """
     # A frozen or dropped member is no sequence of the loss: no tokens, so it sets no length for `constant` either.
-    units = [
-        Unit(
+    sequences = [
+        LossSequence(
             m.call.example,
             slot_of(m.call),
             m.tokens() * (trains(m.call) and not g.is_dropped),
@@ -161,26 +161,26 @@ def weigh_slots(
     ]
     dropped = {slot_of(member.call) for group in groups if group.is_dropped for member in group.members}
     filled = [(call.example, slot_of(call)) for call in rewarded if trains(call) and slot_of(call) not in dropped]
-    return with_weights(groups, per_token(units, three_level(units, filled, minibatch), algo, minibatch))
+    return with_weights(groups, per_token(sequences, three_level(sequences, filled, minibatch), algo, minibatch))
 
 
 def three_level(
-    units: Sequence[Unit], filled: Iterable[tuple[str, Hashable]], minibatch: Minibatches = None
+    sequences: Sequence[LossSequence], filled: Iterable[tuple[str, Hashable]], minibatch: Minibatches = None
 ) -> list[float]:
-    """Return shares 1 / (B · n · G_k) of MHGPO's Eq. 6: mean over examples, over filled slots, over the slot's units.
+    """Return shares 1 / (B · n · G_k) of MHGPO's Eq. 6: mean over examples, over filled slots, over the slot's.
 
     Args:
-        filled: (example, slot) pairs that were sampled: they count in n (and B) even where no unit of theirs is left.
+        filled: (example, slot) pairs that were sampled: they count in n (and B) even where none of theirs is left.
     """
     # n counts slots that were sampled, not groups: round robin puts calls of one slot into groups over the batch.
     slots: dict[str, set[Hashable]] = {}
-    for example, slot in [*filled, *((unit.example, unit.slot) for unit in units if unit.counts)]:
+    for example, slot in [*filled, *((sequence.example, sequence.slot) for sequence in sequences if sequence.counts)]:
         slots.setdefault(example, set()).add(slot)
     examples = Counter(minibatch_of(example, minibatch) for example in slots)
-    sizes = Counter((unit.example, unit.slot) for unit in units if unit.counts)
+    sizes = Counter((sequence.example, sequence.slot) for sequence in sequences if sequence.counts)
     return [
-        1.0 / (examples[minibatch_of(u.example, minibatch)] * len(slots[u.example]) * sizes[u.example, u.slot])
-        if u.counts
+        1.0 / (examples[minibatch_of(s.example, minibatch)] * len(slots[s.example]) * sizes[s.example, s.slot])
+        if s.counts
         else 0.0
-        for u in units
+        for s in sequences
     ]

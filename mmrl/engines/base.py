@@ -150,7 +150,7 @@ class Engine(ABC):
         """Return when nothing is under way any more for programs that have left, unless others are live."""
 
     @contextmanager
-    def keeping(self) -> Iterator[None]:
+    def prefix_cache_kept(self) -> Iterator[None]:
         """Keep what is cached of prompts while no program is live, for requests that come one after the other."""
         yield
 
@@ -214,7 +214,7 @@ class BusyClock:
                 self.seconds += max(0.0, time.perf_counter() - self._other() - self._since)
 
 
-class Asking(Protocol):
+class HasUsage(Protocol):
     """A user of endpoints: an engine, or a task with a judge."""
 
     def endpoint_usage(self) -> Mapping[str, float]:
@@ -222,7 +222,7 @@ class Asking(Protocol):
         ...
 
 
-def total_usage(engines: Iterable[Asking]) -> dict[str, float]:
+def total_usage(engines: Iterable[HasUsage]) -> dict[str, float]:
     """Sum `endpoint_usage` over engines and the like."""
     totals: dict[str, float] = {}
     for engine in engines:

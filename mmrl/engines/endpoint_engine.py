@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, cast
 
+from typing_extensions import override
+
 from mmrl.config import EngineConfig
 from mmrl.config.endpoint import EndpointConfig
 from mmrl.config.engines import OpenAIConfig
@@ -45,8 +47,8 @@ class EndpointEngine(Engine):
         self._clock = BusyClock()
 
     @property
+    @override
     def busy_s(self) -> float:
-        """Seconds during which at least one request was in flight."""
         return self._clock.seconds
 
     async def generate(self, request: Request) -> Completion:
@@ -85,8 +87,8 @@ class EndpointEngine(Engine):
         """Return the fact for a summary: which endpoint, how many requests, at what cost."""
         return {self.chat.path: self.chat.describe()}
 
+    @override
     def close(self) -> None:
-        """Close the connections."""
         self.chat.close()
 
 
@@ -106,34 +108,34 @@ class Router(Engine):
         return self.engine.busy_s + self._clock.seconds
 
     @property
+    @override
     def computing_s(self) -> float:
-        """See `Engine.computing_s`."""
         return self.engine.computing_s
 
+    @override
     async def generate(self, request: Request) -> Completion:
-        """Raises `EngineFailure`."""
         endpoint = self.endpoints.get(request.module)
         if endpoint is None:
             return await self.engine.generate(request)
         with self._clock.running():
             return await endpoint.generate(request)
 
+    @override
     def enter(self) -> None:
-        """See `Engine.enter`."""
         self.engine.enter()
 
+    @override
     def leave(self) -> None:
-        """See `Engine.leave`."""
         self.engine.leave()
 
     @contextmanager
-    def keeping(self) -> Iterator[None]:
-        """See `Engine.keeping`."""
-        with self.engine.keeping():
+    @override
+    def prefix_cache_kept(self) -> Iterator[None]:
+        with self.engine.prefix_cache_kept():
             yield
 
+    @override
     def end_session(self, session: str) -> None:
-        """See `Engine.end_session`."""
         self.engine.end_session(session)
 
     def set_version(self, version: int, state: Mapping[str, Tensor] | None = None) -> None:
@@ -144,24 +146,24 @@ class Router(Engine):
             endpoint.set_version(version)
         self.policy_version = version
 
+    @override
     def sleep(self) -> None:
-        """See `Engine.sleep`."""
         self.engine.sleep()
 
+    @override
     def metrics(self) -> dict[str, float]:
-        """Return the engine's metrics, and sums over the endpoints."""
         return {**self.engine.metrics(), **self.endpoint_usage()}
 
     def endpoint_usage(self) -> dict[str, float]:
         """Return sums over the endpoints, and over the engine where it is one."""
         return total_usage([self.engine, *self.endpoints.values()])
 
+    @override
     def describe(self) -> dict[str, str]:
-        """Return the facts of all endpoints."""
         return {key: fact for endpoint in self.endpoints.values() for key, fact in endpoint.describe().items()}
 
+    @override
     def close(self) -> None:
-        """Close all."""
         try:
             for endpoint in self.endpoints.values():
                 endpoint.close()

@@ -59,7 +59,7 @@ def render_observation(
     ids, renderer = tuple(context), _renderer(tokenizer)
     if isinstance(observation, str):
         return (ids[:-1] if ended else ids) + tuple(renderer.encoder.following([observation]))
-    after = renderer.after_turn(observation)
+    after = renderer.render("", _turns(observation), after=True)
     if not ended:
         return ids + after
     shared = renderer.overlap(ids, after)
@@ -141,6 +141,31 @@ def marked(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> bool:
     return inside or begins_with_thoughts(tokenizer)
 
 
+class GrowingText:
+    """Decodes token ids one by one; the parts together are the beginning of what `decode_text` gives for all."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.text = ""
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        # Text is decoded from a token before the new ones on: some tokenizers drop a space at the left edge.
+        self._context, self._decoded = 0, 0
+        self._parts = False
+
+    def add(self, token: int) -> str:
+        """Add a token. Returns the text that is new with it: empty inside of a character, and within marked parts."""
+        self._ids.append(token)
+        # What is text so far may be thoughts: which part is the reply is known when it is complete.
+        self._parts = self._parts or marked(self._tokenizer, [token])
+        before = decode_text(self._tokenizer, self._ids[self._context : self._decoded])
+        after = decode_text(self._tokenizer, self._ids[self._context :])
+        if self._parts or len(after) <= len(before) or after.endswith("\ufffd"):  # half of a character
+            return ""
+        self._context, self._decoded = self._decoded, len(self._ids)
+        self.text += after[len(before) :]
+        return after[len(before) :]
+
+
 class _Renderer:
     """Renderer for one tokenizer; remembers the ids of recent prompts, which groups repeat.
 
@@ -152,7 +177,7 @@ class _Renderer:
         # A value must not refer to its weak key, or neither would ever be freed.
         self.tokenizer = ref(tokenizer)
         self.encoder = Encoder(tokenizer)
-        self.recent = lru_cache(RECENT)(self._render)
+        self.recent = lru_cache(RECENT)(self.render)
         self.special = frozenset(self.encoder.special.values())
         # Templates of reasoning models drop all of an earlier reply up to its last `</think>`. A demonstration is sent
         # as it is written, so they must not see that mark.
@@ -181,16 +206,13 @@ class _Renderer:
         assert self.template  # what was remembered of another one is forgotten
         return self.recent(_json(tools) if tools else "", _turns(messages))
 
-    def after_turn(self, messages: Messages) -> tuple[int, ...]:
-        """Return the ids that follow an assistant turn's content: its end, `messages`, the next generation prompt."""
-        return self._render("", _turns(messages), after=True)
-
     def overlap(self, ids: Sequence[int], after: Sequence[int]) -> int:
         """Return how many special tokens that end a turn are also the first of what its template writes after it."""
         longest = next((n for n, i in enumerate(after) if i not in self.special), len(after))
         return next((n for n in range(min(longest, len(ids)), 0, -1) if ids[-n:] == after[:n]), 0)
 
-    def _render(self, tools: str, turns: tuple[_Turn, ...], after: bool = False) -> tuple[int, ...]:
+    def render(self, tools: str, turns: tuple[_Turn, ...], after: bool = False) -> tuple[int, ...]:
+        """Return the ids of a prompt; `after`: those that follow an assistant's content, its end included."""
         # Special-looking pieces of content become <mask><number><mask>, with a private-use character that no template
         # writes, so that every special token in the rendered text is one of the template's own.
         written = set("".join([tools, *(part for _, content, extra in turns for part in (content, extra))]))

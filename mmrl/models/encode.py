@@ -64,7 +64,11 @@ class Encoder:
         ids = list(tokenizer.encode(text, add_special_tokens=False)) if backend is None else _fast(backend, text, False)
         if [i for i in ids if i in self._ids] == written:
             return ids
-        return self._piecewise(parts) if backend is None else self._aliased(parts)
+        if backend is None:
+            return self._piecewise(parts)
+        # With the special tokens written as others that no text contains, and without those that it does.
+        text = "".join(part if number % 2 == 0 else self._alias(part) for number, part in enumerate(parts))
+        return [self._meant.get(i, i) for i in _fast(self._copy, text, True)]
 
     def following(self, parts: Sequence[str]) -> list[int]:
         """Return the ids of a text that goes on after other text: decoded behind its ids, it is what was given."""
@@ -97,11 +101,6 @@ class Encoder:
         if backend is None:
             return list(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
         return _fast(backend, text, True)
-
-    def _aliased(self, parts: Sequence[str]) -> list[int]:
-        """Encode with the special tokens written as others that no text contains, and without those that it does."""
-        text = "".join(part if number % 2 == 0 else self._alias(part) for number, part in enumerate(parts))
-        return [self._meant.get(i, i) for i in _fast(self._copy, text, True)]
 
     @cached_property
     def _nonce(self) -> str:

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from mmrl.config import ModelConfig
 from mmrl.config.base import SHIPPED, iter_leaves
-from mmrl.errors import ConfigError, nearest, reason_of, refuse
-from mmrl.errors import located as in_front
+from mmrl.errors import ConfigError, located, nearest, reason_of, refuse
 from mmrl.models.adapter import with_adapters
 from mmrl.models.headers import saved_weights
 from mmrl.models.hub import hub_answers
@@ -49,13 +48,8 @@ class ServedWeights(TypedDict):
     """Full weights of frozen modules that act with the initial ones."""
 
 
-def model_path(model: ModelConfig) -> str:
-    """Return the folder or hub id of the weights; see `located`."""
-    return located(model.path)
-
-
-def located(path: str) -> str:
-    """Return the folder of a shipped model, else `path` as typed."""
+def local_path(path: str) -> str:
+    """Return the folder of a shipped model, else a folder or hub id as typed."""
     return str(ASSETS / path if path in SHIPPED else user_path(path))
 
 
@@ -124,7 +118,7 @@ def skeleton(model: ModelConfig) -> tuple[PreTrainedModel, str]:
 
     config, kind, attention = _prepared(model)
     plain = computed_back(config)
-    with _refusing(model, "weights"), in_front(f"model.path: {_cannot(model, 'weights')}: "):
+    with _refusing(model, "weights"), located(f"model.path: {_cannot(model, 'weights')}: "):
         weights = saved_weights(_finder(model), getattr(config, "transformers_weights", None))
 
     def load(names: Mapping[str, str]) -> tuple[PreTrainedModel, tuple[str, str]]:
@@ -182,7 +176,7 @@ def load_configs(model: ModelConfig) -> tuple[PreTrainedConfig, GenerationConfig
     from transformers import AutoConfig, GenerationConfig
 
     config = _loaded(model, "config", AutoConfig)
-    source, revision = model_path(model), model.revision or "main"
+    source, revision = local_path(model.path), model.revision or "main"
     try:
         return config, GenerationConfig.from_pretrained(source, revision=revision, local_files_only=_offline(source))
     except OSError:
@@ -309,9 +303,9 @@ def _finder(model: ModelConfig) -> Callable[[str], str | None]:
 
 
 def _source(model: ModelConfig) -> str:
-    """Return `model_path`, checked as far as the network is not needed."""
+    """Return the folder or hub id of `model`, checked as far as the network is not needed."""
     refuse(gone_problems("model.path", model.path))
-    source = model_path(model)
+    source = local_path(model.path)
     local = model.path.startswith((".", "/", "~")) or model.path.count("/") > 1 or Path(source).exists()
     if local and not (Path(source) / "config.json").is_file():
         fault = "has no config.json" if Path(source).is_dir() else "is no folder"
@@ -338,8 +332,8 @@ def _unloadable(model: ModelConfig, part: str, error: Exception) -> str:
     reason = reason_of(error)
     if "automatic conversion of the weights" in reason:
         reason = "some of those that are held together, such as the experts', are missing or of other sizes"
-    if Path(model_path(model)).is_dir():
-        file = Path(model_path(model)) / "config.json"
+    if Path(local_path(model.path)).is_dir():
+        file = Path(local_path(model.path)) / "config.json"
         if isinstance(error, TypeError | LookupError | ArithmeticError | AttributeError):
             reason = _unknown_value(file, error) or f"{file} has a value that none can be made of: {reason}"
     else:

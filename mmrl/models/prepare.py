@@ -125,9 +125,8 @@ def choose_attention(config: PreTrainedConfig, kind: type[PreTrainedModel], mode
     from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
     available = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
-    capped = next(
-        (name for name, value in vars(config.get_text_config()).items() if CAP.search(name) and _is_number(value)), None
-    )
+    numbers = {n: v for n, v in vars(config.get_text_config()).items() if isinstance(v, int | float) and v > 0}
+    capped = next(filter(CAP.search, numbers), None)
     wanted = model.attention
     if wanted == "auto":
         exact = kind._supports_sdpa and capped is None and config.model_type not in NOT_CAUSAL_BY_SDPA
@@ -144,7 +143,3 @@ def choose_attention(config: PreTrainedConfig, kind: type[PreTrainedModel], mode
     if fault:
         raise ConfigError(f"model.attention: got {wanted}, {fault}; expected auto, or another one")
     return wanted
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and value > 0

@@ -13,6 +13,7 @@ from copy import copy
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from mmrl.errors import RequestFailure
 from mmrl.models.chat import template_of
 from mmrl.models.template import USER, Template, Tools
 
@@ -102,18 +103,14 @@ def message_of(
     # TRL returns all of it as content.
     if unread or (not calls and read["content"] == tokenizer.decode(list(ids), skip_special_tokens=True)):
         text = str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
-        return {"content": text} | ({"unread_call": True} if unread or _begins_call(found, ids) else {})
+        if not unread and (field := _calls_field(found)) is not None:  # what begins a call is there
+            unread = field.open_re.search(found.decode(list(ids))) is not None
+        return {"content": text} | ({"unread_call": True} if unread else {})
     # TRL takes this token off a text, but not off the last of several.
     message: dict[str, Any] = {"content": _joined(read["content"]).removesuffix(str(tokenizer.eos_token))}
     if thoughts := _joined(next((read[name] for name in _THOUGHTS if name in read), "")):
         message["reasoning_content"] = thoughts
     return message | ({"tool_calls": calls} if calls else {})
-
-
-def _begins_call(found: PreTrainedTokenizerBase, ids: Sequence[int]) -> bool:
-    """Return True if a text has what begins a tool call."""
-    field = _calls_field(found)
-    return field is not None and field.open_re.search(found.decode(list(ids))) is not None
 
 
 def _wrote_more(found: PreTrainedTokenizerBase, ids: Sequence[int]) -> bool:
@@ -139,22 +136,24 @@ def tools_problem(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the reason why a model cannot be given tools; empty where it can."""
     template = template_of(tokenizer)
     if template not in _PROBLEMS:
-        _PROBLEMS[template] = _tools_problem(tokenizer)
+        from trl.chat_template_utils import supports_tool_calling
+
+        problem = "the model's chat template does not write them"
+        with suppress(Exception):  # a template calls what it likes
+            problem = "" if supports_tool_calling(tokenizer) else problem
+        if not problem and reader(tokenizer) is None:
+            problem = "nobody knows how to read the tool calls of the model's chat template; give the tokenizer a "
+            problem += "response_template"
+        _PROBLEMS[template] = problem
     return _PROBLEMS[template]
 
 
-def _tools_problem(tokenizer: PreTrainedTokenizerBase) -> str:
-    from trl.chat_template_utils import supports_tool_calling
+def callable_tools(tokenizer: PreTrainedTokenizerBase, tools: Tools) -> Tools:
+    """Return the tools of a request, none included.
 
-    try:
-        written = supports_tool_calling(tokenizer)
-    except Exception:  # a template calls what it likes
-        written = False
-    if not written:
-        return "the model's chat template does not write them"
-    if reader(tokenizer) is None:
-        return (
-            "nobody knows how to read the tool calls of the model's chat template; give the tokenizer a "
-            "response_template"
-        )
-    return ""
+    Raises:
+        RequestFailure: the chat template writes none, or its calls cannot be read.
+    """
+    if tools and (problem := tools_problem(tokenizer)):
+        raise RequestFailure(f"tools: {problem}; leave them out")
+    return tools

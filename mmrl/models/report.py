@@ -35,16 +35,26 @@ def quiet() -> Iterator[None]:
     """Keep transformers' and peft's reports and bars of loading off the terminal: they are judged instead."""
     from transformers.utils import logging
 
-    before, shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    before = logging.get_verbosity()
     logging.set_verbosity_error()
-    # Its bar of loaded tensors would tear the run's own display.
-    logging.disable_progress_bar()
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), without_bars():
             warnings.simplefilter("ignore")
             yield
     finally:
         logging.set_verbosity(before)
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Hide the bars of tensors that are loaded and of shards that are saved, which would tear the run's own display."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
         if shown:
             logging.enable_progress_bar()
 

@@ -15,7 +15,8 @@ from mmrl.config import ModelConfig
 from mmrl.config.base import SHIPPED
 from mmrl.errors import CheckpointError
 from mmrl.models.chat import render_prompt, template_of
-from mmrl.models.load import NO_CODE, load_configs, load_policy, load_tokenizer, model_path
+from mmrl.models.load import NO_CODE, load_configs, load_policy, load_tokenizer, local_path
+from mmrl.models.report import without_bars
 from mmrl.models.template import SYSTEM_MERGED
 from mmrl.store.policy import Policy
 
@@ -50,8 +51,6 @@ def write_merged(base: str, adapter: Path, model: ModelConfig, target: Path) -> 
         ConfigError: the base cannot be loaded.
         CheckpointError: the adapter holds numbers that are not finite.
     """
-    from transformers.utils import logging
-
     config, generation = load_configs(model.model_copy(update={"path": base}))
     native = str(config.dtype).removeprefix("torch.")
     dtype = native if native in ("float32", "bfloat16", "float16") else "float32"
@@ -68,8 +67,8 @@ def write_merged(base: str, adapter: Path, model: ModelConfig, target: Path) -> 
         raise CheckpointError(f"{adapter}: cannot be merged: {error}") from None
     if generation is not None:
         merged.generation_config = generation
-    logging.disable_progress_bar()
-    merged.save_pretrained(target)
+    with without_bars():
+        merged.save_pretrained(target)
     return dtype
 
 
@@ -80,8 +79,7 @@ def copy_adapter(folder: Path, base: str, model: ModelConfig, target: Path) -> N
         shutil.copyfile(folder / name, target / name)
     config = json.loads((target / ADAPTER[0]).read_text(encoding="utf-8"))
     local = base in SHIPPED or Path(base).is_dir()
-    source = model.model_copy(update={"path": base})
-    config["base_model_name_or_path"] = str(Path(model_path(source)).resolve()) if local else base
+    config["base_model_name_or_path"] = str(Path(local_path(base)).resolve()) if local else base
     config["revision"] = None if local else model.revision
     (target / ADAPTER[0]).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 

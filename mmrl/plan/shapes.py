@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mmrl.config.schema import ALL_LINEAR, ModelConfig
 from mmrl.errors import ConfigError, refuse
-from mmrl.models.load import model_path
+from mmrl.models.load import local_path
 from mmrl.store.policy import gone_problems
 from mmrl.store.rundir import read_object
 
@@ -95,7 +95,7 @@ def shape_of(model: ModelConfig) -> Shape:
     Raises:
         ConfigError: a hub id that is not in the table and not on this machine.
     """
-    config = Path(model_path(model)) / "config.json"
+    config = Path(local_path(model.path)) / "config.json"
     if config.is_file():
         return read_shape(read_object(config), str(config))
     refuse(gone_problems("model.path", model.path))

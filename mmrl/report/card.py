@@ -16,12 +16,12 @@ import yaml
 
 from mmrl.config.base import SHIPPED, path_override
 from mmrl.config.other_stages import SFT
-from mmrl.models.load import located
+from mmrl.models.load import local_path
 from mmrl.report.html import templates
 from mmrl.report.overview import Item, Overview
 from mmrl.report.stats import number
 from mmrl.report.tables import before_after_rows, markdown
-from mmrl.system.objects import readable
+from mmrl.system.objects import display_name
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCardData
@@ -70,7 +70,7 @@ def model_card(overview: Overview, facts: CardFacts) -> str:
         name: overview.config[name] for name in ("algo", "train", "task", "model", "eval") if name in overview.config
     }
     template = templates().get_template("card.md")
-    return readable(
+    return display_name(
         template.render(
             overview=overview,
             facts=facts,
@@ -181,7 +181,7 @@ def snippets(
         "folder": folder,
         "weights": weights,
         "lora": Path(weights).name,
-        "base": located(base) if base in SHIPPED else base,
+        "base": local_path(base) if base in SHIPPED else base,
         "rank": None if rank is None else next((supported for supported in RANKS if supported >= rank), rank),
         # Whole models of several modules are served one at a time.
         "policy": shlex.quote(path_override("policy", weights if names and not modules else folder)),

@@ -19,7 +19,7 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
 from mmrl.errors import without_codes
-from mmrl.models.load import located
+from mmrl.models.load import local_path
 from mmrl.report import browser
 from mmrl.report.charts import DARK_CSS, evaluation_curve, lines_over_steps, reward_curve
 from mmrl.report.items import item_rows, run_facts, score_rows
@@ -32,7 +32,7 @@ from mmrl.report.trials import prompts_text
 from mmrl.secrets import hide
 from mmrl.store.rundir import RunDir
 from mmrl.system.files import atomic_write
-from mmrl.system.objects import readable
+from mmrl.system.objects import display_name
 
 ITEMS = 200
 """Items shown of an evaluation."""
@@ -61,7 +61,7 @@ TIMES = ("generate", "retrieve", "credit", "update", "overhead")
 def write_report(overview: Overview) -> Path:
     """Write `report.html` into the run directory; returns its path."""
     run, training = overview.run, overview.training
-    folders = [*sorted(run.checkpoints.glob("checkpoint-*")), Path(located(str(overview.get("model.path", ""))))]
+    folders = [*sorted(run.checkpoints.glob("checkpoint-*")), Path(local_path(str(overview.get("model.path", ""))))]
     damaged: list[str] = []
     blocks = browser.blocks(overview, read_tokenizer(folders), damaged)
     curves, module_curves = _curves(overview), _module_curves(overview)
@@ -148,7 +148,7 @@ def rendered(template: str, scripts: Sequence[str] = (), **values: object) -> by
     by_digest = {base64.b64encode(hashlib.sha256(source.encode()).digest()).decode(): source for source in sources}
     page = templates().get_template(template).render(dark_css=DARK_CSS, scripts=by_digest, **values)
     # A model may have written a lone surrogate, which UTF-8 cannot hold.
-    return hide(without_codes(readable(page))).encode("utf-8", "replace")
+    return hide(without_codes(display_name(page))).encode("utf-8", "replace")
 
 
 # --- parts of a run's page

@@ -33,7 +33,7 @@ from mmrl.report.tables import Rows, with_interval
 from mmrl.report.trials import trial_alarms
 from mmrl.store.rundir import RunDir, is_run, step_of
 from mmrl.system.files import JsonObject, read_jsonl
-from mmrl.system.objects import readable
+from mmrl.system.objects import display_name
 
 Item: TypeAlias = JsonObject
 """A line of `eval/*.jsonl`: `id`, `metrics` and more."""
@@ -250,7 +250,9 @@ class Overview:
                 "Real data: task.data.train=… task.data.dev=… (a file or a hub id)."
             )
         else:
-            sentences.append(f"Data: {', '.join(f'{split} {readable(str(sources.get(split)))}' for split in splits)}.")
+            sentences.append(
+                f"Data: {', '.join(f'{split} {display_name(str(sources.get(split)))}' for split in splits)}."
+            )
         model = self.get("policy" if self.evaluates else "model.path")
         if model in SHIPPED:
             sentences.append(

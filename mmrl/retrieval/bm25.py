@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from typing_extensions import override
 
 from mmrl.retrieval.base import Document, Retriever
 from mmrl.system.bar import progress
@@ -68,10 +69,15 @@ class Bm25Retriever(Retriever):
     def __init__(self, documents: Sequence[Document], settings: Bm25Settings = DEFAULT, *, built: Path | None = None):
         self.documents = documents
         self._words = settings.tokenizer()
-        self._index = _build(documents, settings) if built is None else _load(built)
+        if built is None:
+            self._index = _build(documents, settings)
+        else:
+            from bm25s import BM25
 
+            self._index = BM25.load(built, mmap=True, load_corpus=False, show_progress=False)
+
+    @override
     def search(self, queries: Sequence[str], top_k: Sequence[int]) -> list[list[Document]]:
-        """See `mmrl.retrieval.base.Retriever.search`."""
         return [self._search(query, k) for query, k in zip(queries, top_k, strict=True)]
 
     def _search(self, query: str, k: int) -> list[Document]:
@@ -127,9 +133,3 @@ def _build(documents: Sequence[Document], settings: Bm25Settings) -> BM25:
     index = BM25(k1=settings.k1, b=settings.b, method="lucene", backend="numpy", csc_backend="numpy")
     index.index((corpus_ids, vocabulary), create_empty_token=False, show_progress=False)
     return index
-
-
-def _load(folder: Path) -> BM25:
-    from bm25s import BM25
-
-    return BM25.load(folder, mmap=True, load_corpus=False, show_progress=False)

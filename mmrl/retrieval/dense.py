@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from typing_extensions import override
 
 from mmrl.config.retriever import DenseConfig
 from mmrl.errors import DataError
@@ -170,12 +171,13 @@ class DenseRetriever(Retriever):
         if self._index.ntotal != len(documents):
             raise ValueError(f"{FAISS_FILE} has {self._index.ntotal} vectors, expected {len(documents)}")
 
+    @override
     def load(self) -> None:
-        """See `mmrl.retrieval.base.Retriever.load`."""
         self._encoder.load()
 
+    @override
     def search(self, queries: Sequence[str], top_k: Sequence[int]) -> list[list[Document]]:
-        """See `mmrl.retrieval.base.Retriever.search`. Every passage matches; a small corpus gives short results."""
+        """Every passage matches; a small corpus gives short results."""
         # A budget of 0 costs no encoding.
         active = [n for n, k in enumerate(top_k) if k > 0]
         results: list[list[Document]] = [[] for _ in queries]

@@ -25,12 +25,14 @@ from mmrl.errors import DataError
 from mmrl.retrieval import bm25, dense
 from mmrl.retrieval.base import Document, Retriever
 from mmrl.retrieval.store import CorpusFacts, PassageStore, write_passages
-from mmrl.system.artifacts import FileChecks, file_checks, verify
-from mmrl.system.files import atomic_write, take_lock, user_path
+from mmrl.system.files import atomic_write, differences, file_digest, take_lock, user_path
 
 FORMAT = 3
 INFO, PLAN, LOCK = "index.json", "plan.json", "lock"
 """File of a finished index; files of an unfinished one: its settings, and the process that builds it."""
+
+CHECKED_BYTES = 64 * 2**20
+"""Files up to this size are checked by content, larger ones by size alone: start-up must not read gigabytes."""
 
 Settings: TypeAlias = Mapping[str, Any]
 
@@ -60,7 +62,8 @@ class IndexInfo(IndexSpec):
     build_seconds: float
     encoder: str = ""
     """`model_identity` of the encoder, as it was when the index was made."""
-    files: FileChecks = field(default_factory=dict)
+    files: Mapping[str, tuple[int, str | None]] = field(default_factory=dict)
+    """File name below the folder -> size in bytes, SHA-256 of the content (None for large files)."""
 
 
 def spec_of(config: RetrieverConfig) -> IndexSpec:
@@ -96,7 +99,8 @@ def read_info(folder: Path, key: str = "task.retriever.index") -> IndexInfo:
         info = IndexInfo(**json.loads((folder / INFO).read_text(encoding="utf-8")))
         if info.format != FORMAT:
             raise ValueError(f"format {info.format}, this mmrl reads {FORMAT}")
-        verify(folder, info.files)
+        for file, text in differences({folder / name: check for name, check in info.files.items()}).items():
+            raise ValueError(f"{file.name} {text}")
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise DataError(f"{key}: {folder} is damaged: {error}; build it again") from None
     return info
@@ -168,6 +172,7 @@ def _finish(
 ) -> IndexInfo:
     shutil.rmtree(work / "shards", ignore_errors=True)
     (work / PLAN).unlink()
+    sizes = {file: file.stat().st_size for file in sorted(work.rglob("*")) if file.is_file() and file.name != LOCK}
     info = IndexInfo(
         format=FORMAT,
         kind=spec.kind,
@@ -176,7 +181,10 @@ def _finish(
         sources=list(sources),
         build_seconds=round(seconds, 3),
         encoder=model_identity(spec.settings["model"]) if "model" in spec.settings else "",
-        files=file_checks(work, without=(LOCK,)),
+        files={
+            str(file.relative_to(work)): (size, file_digest(file) if size <= CHECKED_BYTES else None)
+            for file, size in sizes.items()
+        },
     )
     atomic_write(work / INFO, json.dumps(asdict(info), indent=1))
     # Before the rename: the lock is no part of an index, and `folder.exists()` keeps later builds away.

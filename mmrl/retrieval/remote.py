@@ -16,6 +16,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
+from typing_extensions import override
+
 from mmrl.errors import RetrievalFailure
 from mmrl.retrieval.base import Document, Retriever, whole_text
 from mmrl.retrieval.protocols import MAX_QUERY_CHARS, MAX_URL_QUERY_CHARS, read_dspy_reply, read_search_r1_reply
@@ -75,12 +77,14 @@ class RemoteRetriever(Retriever):
             redirects=True,
         )
 
+    @override
     def search(self, queries: Sequence[str], top_k: Sequence[int]) -> list[list[Document]]:
-        """See `Retriever.search`; blocks. Not for use on an event loop: see `search_async`."""
+        """Blocks. Not for use on an event loop: see `search_async`."""
         return self._http.wait(self._search(list(queries), list(top_k)))
 
+    @override
     async def search_async(self, queries: Sequence[str], top_k: Sequence[int]) -> list[list[Document]]:
-        """See `Retriever.search_async`; cancelling it cancels the requests."""
+        """Cancelling it cancels the requests."""
         return await self._http.run(self._search(list(queries), list(top_k)))
 
     def ping(self) -> None:
@@ -91,8 +95,8 @@ class RemoteRetriever(Retriever):
         """
         self._http.wait(self._request(["ping"], [1]))
 
+    @override
     def close(self) -> None:
-        """Close connections. A later search starts anew."""
         self._http.close()
 
     async def _search(self, queries: list[str], top_k: list[int]) -> list[list[Document]]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import cast
 
 from mmrl.config import RetrieverConfig
@@ -17,7 +19,6 @@ from mmrl.retrieval.index_folder import IndexInfo, cached_index, model_identity,
 from mmrl.retrieval.remote import RemoteRetriever
 from mmrl.retrieval.store import PassageStore
 from mmrl.secrets import token_of
-from mmrl.system.artifacts import cache_root
 from mmrl.system.files import user_path
 
 NEEDED = ("faiss", "sentence_transformers")
@@ -118,6 +119,11 @@ def open_retriever(config: RetrieverConfig, documents: Sequence[Document]) -> Re
     # Whatever a library says of damaged files, the user has to know which folder it was.
     except (OSError, ValueError, RuntimeError) as error:
         raise DataError(f"task.retriever.index: cannot open {folder}: {error}") from None
+
+
+def cache_root(configured: str | None) -> Path:
+    """Return the cache folder: `task.retriever.cache_dir`, else $MMRL_CACHE, else ~/.cache/mmrl."""
+    return user_path(configured or os.environ.get("MMRL_CACHE") or "~/.cache/mmrl")
 
 
 def _remote(config: RemoteRetrieverConfig) -> RemoteRetriever:

@@ -31,7 +31,7 @@ from mmrl.errors import (
 from mmrl.records import EMPTY, LARGEST, Call, Example, Reply
 from mmrl.rollout.environment import Environment
 from mmrl.rollout.tape import Event, Tape
-from mmrl.system.user_code import finite_numbers, located
+from mmrl.system.user_code import finite_numbers, user_failure
 from mmrl.tasks.base import Context, Message
 
 MEASURED = frozenset(
@@ -182,7 +182,7 @@ class RolloutContext(Context):
             raise
         except Exception as error:
             # The program gets a typed failure; the tool's own exception is the cause, for logs.
-            raise located(ToolFailure, error, f"tool '{name}' raised ") from error
+            raise user_failure(ToolFailure, error, f"tool '{name}' raised ") from error
 
     @override
     async def remember(

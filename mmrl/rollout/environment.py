@@ -18,7 +18,7 @@ from mmrl.config.other_stages import SftConfig
 from mmrl.engines.base import Engine
 from mmrl.errors import RequestFailure
 from mmrl.models.chat import decode_text, render_observation, render_prompt, template_of
-from mmrl.serve.tools import callable_tools, read_message
+from mmrl.models.replies import callable_tools, message_of
 from mmrl.tasks.base import Message, Task
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def make_environment(
         render=lambda messages, tools=(): render_prompt(tokenizer, messages, callable_tools(tokenizer, tools)),
         extend=partial(render_observation, tokenizer),
         decode=lambda ids: decode_text(tokenizer, ids),
-        read=lambda prompt, ids, tools: read_message(tokenizer, prompt, ids, tools),
+        read=lambda prompt, ids, tools: message_of(tokenizer, prompt, ids, tools),
         unchanged_by=lambda arguments: template_of(tokenizer).unchanged_by(arguments),
         settings=settings,
         key=key,

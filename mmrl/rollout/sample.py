@@ -32,7 +32,7 @@ from mmrl.rollout.plans import Exchange, Fork, Tree
 from mmrl.rollout.tape import Event
 from mmrl.rollout.teachers import TeacherForcedContext
 from mmrl.system.portal import on_rollout_loop
-from mmrl.system.user_code import as_json, copied, finite_numbers, located
+from mmrl.system.user_code import as_json, copied, finite_numbers, user_failure
 from mmrl.tasks.base import Canonical, Described, Guarded, Program, Score
 
 
@@ -165,7 +165,7 @@ class _Tree:
         except BaseException as error:
             if _ends_the_process(error):
                 raise
-            failure = located(ProgramFailure, error)
+            failure = user_failure(ProgramFailure, error)
             if (of_model := _of_model(ctx)) is None:
                 raise failure from error
             kind, when = of_model
@@ -216,7 +216,7 @@ class _Tree:
             except BaseException as error:
                 if _ends_the_process(error):
                     raise
-                raise located(RewardFailure, error) from error
+                raise user_failure(RewardFailure, error) from error
         for event in ctx.events:
             if event.call is not None and event.call.id in score.turn_rewards:
                 event.call = replace(event.call, turn_reward=score.turn_rewards[event.call.id])

@@ -28,7 +28,7 @@ from mmrl.models.assignment import ModuleAssignment
 from mmrl.store.policy import prompts_of
 from mmrl.store.rundir import RunDir
 from mmrl.system.files import plain
-from mmrl.system.objects import OBJECT, import_module, is_given
+from mmrl.system.objects import OBJECT, import_module, is_registered
 
 ConfigT = TypeVar("ConfigT", bound=RootConfig)
 WeightRunConfig = TrainCommandConfig | SftCommandConfig
@@ -270,7 +270,7 @@ def announce_code(folder: Path, stored: Mapping[str, object], packages: Sequence
     sections = {name: stored.get(name) for name in ("task", "algo") if program}
     texts = flattened({name: section for name, section in sections.items() if isinstance(section, Mapping)})
     settings = [f"{key}={value}" for key, value in texts.items() if isinstance(value, str) and OBJECT.fullmatch(value)]
-    settings = [text for text in settings if not is_given(text.partition("=")[2])]  # of this very process
+    settings = [text for text in settings if not is_registered(text.partition("=")[2])]  # of this very process
     settings += [f"plugins={','.join(packages)}"] if packages else []
     started = {key: value_at(stored, key) for key in ("engine.python", "task.command") if program}
     settings += [f"{key}={words}" for key, words in started.items() if words is not None]

@@ -16,7 +16,7 @@ from mmrl.models.merged import merged, require_undamaged
 from mmrl.run.settle import announce_code, import_plugins, packages_of
 from mmrl.store.policy import MARKER, Policy, is_complete, kept_mark, prompts_of, resolve, run_config, source_of
 from mmrl.store.rundir import RunDir
-from mmrl.system.files import JsonObject, digest
+from mmrl.system.files import JsonObject, file_digest
 from mmrl.tasks.prompts import prompts_file
 
 ConfigT = TypeVar("ConfigT", bound=StageConfig)
@@ -178,6 +178,8 @@ def _start_of(run: Path, policy: Policy, name: str) -> StartConfig:
     checkpoint = source_of(policy.adapter or policy.base)
     return StartConfig(
         run=name,
-        weights=digest(checkpoint / MARKER) if checkpoint is not None and (checkpoint / MARKER).is_file() else None,
-        prompts=digest(prompts_file(prompts, str(task))) if prompts is not None else None,
+        weights=file_digest(checkpoint / MARKER)
+        if checkpoint is not None and (checkpoint / MARKER).is_file()
+        else None,
+        prompts=file_digest(prompts_file(prompts, str(task))) if prompts is not None else None,
     )

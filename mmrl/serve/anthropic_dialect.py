@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from typing_extensions import override
 
 from mmrl.serve.front import Answer, Dialect, Running, failed
 from mmrl.serve.protocol import ChatRequest, Refused, SamplingRequest, parse_fields, parse_request
@@ -129,8 +130,8 @@ class MessagesRequest(_Body):
 class Messages(Dialect):
     """Dialect of `POST /v1/messages`."""
 
+    @override
     def parse(self, body: bytes) -> SamplingRequest:
-        """See `Dialect.parse`."""
         parsed = parse_fields(MessagesRequest, body, WITHOUT_EFFECT, NEUTRAL)
         if parsed.messages[-1].role == "assistant":
             raise Refused(
@@ -141,14 +142,14 @@ class Messages(Dialect):
             )
         return parse_request(ChatRequest, json.dumps(parsed.as_openai()).encode())
 
+    @override
     def reply(self, running: Running) -> dict[str, Any]:
-        """See `Dialect.reply`."""
         answer = running.finished.answers[0]
         blocks = [{**block, **filled} for block, filled, _ in _contents(answer)]
         return {**_head(running), "content": blocks, **_stopped(answer), "usage": _usage(running)}
 
+    @override
     async def events(self, running: Running) -> AsyncIterator[str]:
-        """See `Dialect.events`."""
         usage = {"input_tokens": running.prompt_tokens, "output_tokens": 0}
         begun = {**_head(running), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         yield _event("message_start", message=begun)
@@ -168,8 +169,8 @@ class Messages(Dialect):
         except Exception as error:  # the status is sent already
             yield _event("error", **self.error(*failed(error)))
 
+    @override
     def error(self, status: int, refusal: dict[str, Any]) -> dict[str, Any]:
-        """See `Dialect.error`."""
         error = refusal["error"]
         return {"type": "error", "error": {"type": error["type"], "message": error["message"]}}
 

@@ -1,7 +1,7 @@
 """The HTTP front of a served policy and of recorded rollouts: requests in, replies and streams out.
 
 A dialect is how a client speaks (`serve.openai_dialect`, `serve.anthropic_dialect`); a backend makes the replies: an
-engine (`serve.openai_app`), or a rollout (`serve.gateway`).
+engine (`serve.policy`), or a rollout (`serve.gateway`).
 """
 
 from __future__ import annotations

@@ -17,6 +17,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from typing_extensions import override
+
 from mmrl.serve.front import Backend, Finished, Running, failed
 from mmrl.serve.protocol import LARGEST_REQUEST, ChatRequest, Refused, SamplingRequest
 from mmrl.serve.routes import add_routes
@@ -69,13 +71,14 @@ class Session(Backend):
         self._lost: dict[bytes, list[_Lost]] = {}
         """Request -> its calls whose clients have gone."""
 
+    @override
     def refuse_crowd(self) -> None:
-        """See `Backend.refuse_crowd`."""
         if self._open >= MOST_OPEN:
             raise Refused(429, f"more than {MOST_OPEN} requests of one rollout at once")
 
+    @override
     async def begin(self, parsed: SamplingRequest, headers: Mapping[str, str], body: bytes) -> Running:
-        """See `Backend.begin`: what a client repeats is one call, with one reply."""
+        """What a client repeats is one call, with one reply."""
         assert isinstance(parsed, ChatRequest)
         module = self.named(parsed.model, headers)
         key = hashlib.sha256(body + b"\0" + (module or "").encode()).digest()

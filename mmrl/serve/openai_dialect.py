@@ -6,6 +6,8 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+from typing_extensions import override
+
 from mmrl.serve.front import Answer, Dialect, Running, failed
 from mmrl.serve.protocol import ChatRequest, CompletionRequest, SamplingRequest, parse_request
 
@@ -16,8 +18,8 @@ class Completions(Dialect):
     prefix, kind, chunk = "cmpl", "text_completion", "text_completion"
     schema: type[SamplingRequest] = CompletionRequest
 
+    @override
     def parse(self, body: bytes) -> SamplingRequest:
-        """See `Dialect.parse`."""
         return parse_request(self.schema, body)
 
     def content(self, answer: Answer) -> dict[str, Any]:
@@ -32,16 +34,16 @@ class Completions(Dialect):
         """Return the fields of a choice's part in a stream."""
         return {"text": text, "logprobs": None}
 
+    @override
     def reply(self, running: Running) -> dict[str, Any]:
-        """See `Dialect.reply`."""
         choices = [
             {"index": index, **self.content(answer), "finish_reason": answer.finish}
             for index, answer in enumerate(running.finished.answers)
         ]
         return {**self._head(running, self.kind), "choices": choices, "usage": _usage(running)}
 
+    @override
     async def events(self, running: Running) -> AsyncIterator[str]:
-        """See `Dialect.events`."""
         head = self._head(running, self.chunk)
 
         def event(index: int, choice: dict[str, Any], finish: str | None = None) -> str:
@@ -84,8 +86,8 @@ class ChatCompletions(Completions):
     prefix, kind, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
     schema = ChatRequest
 
+    @override
     def content(self, answer: Answer) -> dict[str, Any]:
-        """See `Completions.content`."""
         message: dict[str, Any] = {"role": "assistant", "content": answer.text}
         if answer.reasoning:
             message["reasoning_content"] = answer.reasoning
@@ -93,8 +95,8 @@ class ChatCompletions(Completions):
             message |= {"content": answer.text or None, "tool_calls": list(answer.tool_calls)}
         return {"message": message, "logprobs": self.logprobs(answer)}
 
+    @override
     def logprobs(self, answer: Answer) -> dict[str, Any] | None:
-        """See `Completions.logprobs`."""
         if answer.logprobs is None:
             return None
         tokens = [
@@ -103,8 +105,8 @@ class ChatCompletions(Completions):
         ]
         return {"content": tokens, "refusal": None}
 
+    @override
     def delta(self, text: str = "", **fields: object) -> dict[str, Any]:
-        """See `Completions.delta`."""
         return {"delta": ({"content": text} if text else {}) | fields}
 
 

@@ -16,11 +16,13 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from typing_extensions import override
+
 from mmrl import rng
 from mmrl.engines.base import Completion, Engine, Request, Sampling
 from mmrl.errors import LengthFailure, RequestFailure
-from mmrl.models.chat import decode_text, render_observation, render_prompt, template_of
-from mmrl.models.growing import GrowingText
+from mmrl.models.chat import GrowingText, decode_text, render_observation, render_prompt, template_of
+from mmrl.models.replies import callable_tools, message_of
 from mmrl.models.template import Messages, Tools
 from mmrl.records import Reply
 from mmrl.serve.conversations import Conversations
@@ -28,7 +30,6 @@ from mmrl.serve.front import Answer, Backend, Finished, Running, until_stop
 from mmrl.serve.openai_dialect import Completions
 from mmrl.serve.protocol import ChatRequest, CompletionRequest, Refused, SamplingRequest, error_object
 from mmrl.serve.routes import add_routes
-from mmrl.serve.tools import callable_tools, read_message
 from mmrl.system.http_server import guard
 from mmrl.system.user_code import carried
 
@@ -87,13 +88,13 @@ class ServedPolicy(Backend):
         # As the vocabulary spells tokens: a byte is at least one character there, so no token stands for more text.
         self._longest = max(map(len, tokenizer.get_vocab()))
 
+    @override
     def refuse_crowd(self) -> None:
-        """See `Backend.refuse_crowd`."""
         if self.in_flight >= MOST_REQUESTS:
             raise Refused(429, f"more than {MOST_REQUESTS} requests at once")
 
+    @override
     async def begin(self, parsed: SamplingRequest, headers: Mapping[str, str], body: bytes) -> Running:
-        """See `Backend.begin`."""
         module = self.named(parsed.model, headers)
         if not self.modules:  # whatever its name: an agent goes on with those that it was trained with
             module = ""
@@ -148,7 +149,7 @@ class ServedPolicy(Backend):
         def reply() -> Reply:
             return Reply(
                 text=decode_text(self.tokenizer, completion.ids),
-                parsed=read_message(self.tokenizer, prompt, completion.ids, tools) if tools else None,
+                parsed=message_of(self.tokenizer, prompt, completion.ids, tools) if tools else None,
                 finish=completion.finish,
                 tokens=len(completion.ids),
                 context=(*prompt, *completion.ids),
@@ -193,8 +194,8 @@ class _Running(Running):
         super().__init__(parsed=parsed, task=task, created=int(time.time()), begun=begun)
         self.id = secrets.token_hex(12)
 
+    @override
     def release(self) -> None:
-        """See `Running.release`."""
         self._policy.in_flight -= 1
         self.task.cancel()
 

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from typing_extensions import override
 
 from mmrl.serve.front import Dialect, Running, failed
 from mmrl.serve.protocol import WITHOUT_EFFECT, ChatRequest, SamplingRequest, joined, parse_fields, parse_request
@@ -166,13 +167,13 @@ class ResponsesRequest(_Body):
 class Responses(Dialect):
     """Dialect of `POST /v1/responses`."""
 
+    @override
     def parse(self, body: bytes) -> SamplingRequest:
-        """See `Dialect.parse`."""
         parsed = parse_fields(ResponsesRequest, body, IGNORED, NEUTRAL)
         return parse_request(ChatRequest, json.dumps(parsed.as_chat()).encode())
 
+    @override
     def reply(self, running: Running) -> dict[str, Any]:
-        """See `Dialect.reply`."""
         (answer,), (prompt, new) = running.finished.answers, running.finished.tokens
         name, cut = running.id, answer.finish == "length"
         state = "incomplete" if cut else "completed"
@@ -200,8 +201,8 @@ class Responses(Dialect):
             "usage": usage,
         }
 
+    @override
     async def events(self, running: Running) -> AsyncIterator[str]:
-        """See `Dialect.events`."""
         numbers = itertools.count()
 
         def event(kind: str, **fields: object) -> str:

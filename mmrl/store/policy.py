@@ -19,7 +19,7 @@ from mmrl.config.base import FETCHED, SHIPPED, reasons, value_at
 from mmrl.config.other_stages import PROMPT_SCHEMAS
 from mmrl.config.validate import revealed
 from mmrl.errors import ConfigError, refuse
-from mmrl.system.files import atomic_write, differences, digests, read_yaml, similar, user_path
+from mmrl.system.files import atomic_write, differences, file_digest, map_threaded, read_yaml, similar, user_path
 
 POLICY = "policy.json"
 """File of a run without checkpoints that describes its policy, once it has one (`write_policy`)."""
@@ -121,7 +121,7 @@ def write_marker(folder: Path, step: int | None) -> None:
     """Write the list of a folder's files, as the last of them; `step` is that of its name (`checkpoint_step`)."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     sizes = {str(file.relative_to(folder)): file.stat().st_size for file in files}
-    marker = {"step": step, "files": sizes, "sha256": dict(zip(sizes, digests(files), strict=True))}
+    marker = {"step": step, "files": sizes, "sha256": dict(zip(sizes, map_threaded(file_digest, files), strict=True))}
     (folder / MARKER).write_text(json.dumps(marker, indent=1), encoding="utf-8")
 
 

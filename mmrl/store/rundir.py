@@ -41,7 +41,7 @@ from mmrl.system.files import (
     repair_jsonl,
     take_lock,
 )
-from mmrl.system.objects import is_given
+from mmrl.system.objects import is_registered
 
 LOCK, SEGMENTS, EXAMPLES = "run.lock", "segments.jsonl", "examples.jsonl"
 LONGEST_TEXT = 600
@@ -206,7 +206,7 @@ class RunDir:
     def resume_command(self, *, evaluates: bool = False) -> str:
         """Return what continues the run: a command, or from Python where its program was an object there."""
         task = self._stored_config().get("task", {})
-        if any(isinstance(value, str) and is_given(value) for value in task.values()):
+        if any(isinstance(value, str) and is_registered(value) for value in task.values()):
             return f"MMRL(…).compile(…, resume={str(self.path)!r}) in Python"
         return f"mmrl {'eval' if evaluates else 'train'} resume={self.typed}"
 

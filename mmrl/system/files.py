@@ -16,7 +16,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -292,7 +292,7 @@ def repair_jsonl(path: Path) -> None:
         atomic_write(path, data[: data.rfind(b"\n") + 1])
 
 
-def digest(path: Path) -> str:
+def file_digest(path: Path) -> str:
     """Return the SHA-256 of a file's content, as hexadecimal digits."""
     with named(path), open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -302,11 +302,6 @@ def map_threaded(work: Callable[[T], str], items: Iterable[T]) -> list[str]:
     """Call `work` on each item, in several threads: reading and hashing both release the interpreter lock."""
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         return list(pool.map(work, items))
-
-
-def digests(paths: Sequence[Path]) -> list[str]:
-    """Return the digest of each file."""
-    return map_threaded(digest, paths)
 
 
 def differences(files: Mapping[Path, tuple[int, str | None]]) -> dict[Path, str]:
@@ -323,7 +318,7 @@ def differences(files: Mapping[Path, tuple[int, str | None]]) -> dict[Path, str]
         if (current_size := path.stat().st_size) != size:
             return f"has {current_size:,} bytes, not the {size:,} that were written"
         # A torn write often has the right size: file systems extend a file before its blocks are there.
-        return "" if sha256 is None or digest(path) == sha256 else "has not the content that was written"
+        return "" if sha256 is None or file_digest(path) == sha256 else "has not the content that was written"
 
     texts = map_threaded(difference, files)
     return {path: text for path, text in zip(files, texts, strict=True) if text}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import socket
 
+from typing_extensions import override
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 HEADER_S = 30.0
@@ -23,18 +24,18 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
 
     _patience: asyncio.TimerHandle | None = None
 
+    @override
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """See `asyncio.Protocol`."""
         super().connection_made(transport)
         self._wait()
 
+    @override
     def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`."""
         super().data_received(data)
         self._wait()
 
+    @override
     def connection_lost(self, exc: Exception | None) -> None:
-        """See `asyncio.Protocol`."""
         super().connection_lost(exc)
         self._stop_waiting()
 
@@ -48,18 +49,15 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
 
     def _probe(self, wait_s: float) -> None:
         """Find out whether the client waits for its reply: one that has gone looks the same until something is sent."""
-        if self._idle or self.cycle.response_started or self.transport.is_closing() or self._old:
+        # A client of HTTP 1.0 knows no interim responses: it is taken to be there.
+        old = self.scope["http_version"] == "1.0"
+        if self._idle or self.cycle.response_started or self.transport.is_closing() or old:
             return
         self.transport.write(INTERIM)
         if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.transport.abort()
         else:
             self.loop.call_later(wait_s, self._probe, min(2 * wait_s, LAST_PROBE_S))
-
-    @property
-    def _old(self) -> bool:
-        """True for a client that knows no interim responses: it is taken to be there."""
-        return bool(self.scope["http_version"] == "1.0")
 
     @property
     def _idle(self) -> bool:

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from mmrl.errors import ConfigError, ProgramFailure, Stopped, nearest
-from mmrl.system.user_code import located
+from mmrl.system.user_code import user_failure
 
 OBJECT = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 """Pattern of such a name; no path of a file with a format of ours and no hub id of data does."""
@@ -23,13 +23,13 @@ _NAMED = re.compile(rf"{re.escape(__name__)}:(?:program|metric)_\d+_(\w+)")
 _LISTS = re.compile(rf"{re.escape(__name__)}:(?:train|dev)_\d+_\w+")
 
 
-def put(name: str, value: object) -> str:
+def register(name: str, value: object) -> str:
     """Keep an object under a name, in place of what had it before. Returns what a config calls it."""
     setattr(sys.modules[__name__], name, value)
     return f"{__name__}:{name}"
 
 
-def is_given(path: str) -> bool:
+def is_registered(path: str) -> bool:
     """True for the name of an object which was put here, perhaps by another process."""
     return path.startswith(f"{__name__}:")
 
@@ -57,11 +57,11 @@ def import_module(key: str, name: str) -> ModuleType:
         if isinstance(error, ModuleNotFoundError) and error.name and name.startswith(error.name):
             hint = f"; it is neither installed nor in {folder}"
             hint += nearest(error.name, [file.stem for file in Path.cwd().glob("*.py")])
-        text = str(located(ProgramFailure, error, f"{key}: cannot import '{name}': "))
+        text = str(user_failure(ProgramFailure, error, f"{key}: cannot import '{name}': "))
         raise ConfigError(text + hint) from None
 
 
-def readable(text: str) -> str:
+def display_name(text: str) -> str:
     """Replace the stored names of `mmrl.optimize` objects in a text by their Python names."""
     return _LISTS.sub("a Python list", _NAMED.sub(r"\1", text))
 
@@ -81,7 +81,7 @@ def imported(key: str, path: str) -> Any:
     target: Any = import_module(key, module)
     for part in name.split("."):
         if not hasattr(target, part):
-            if is_given(path):
+            if is_registered(path):
                 raise ConfigError(
                     f"{key}: was given to mmrl.optimize as a Python object, which is gone with its process; continue "
                     "from Python: MMRL(metric=…).compile(program, trainset=…, valset=…, resume=RUN_DIR)"

@@ -272,7 +272,7 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def located(kind: type[F], error: BaseException, before: str = "") -> F:
+def user_failure(kind: type[F], error: BaseException, before: str = "") -> F:
     """Return a failure that says where in the user's code `error` was raised, and keeps the end of its traceback.
 
     Args:

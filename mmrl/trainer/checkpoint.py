@@ -11,8 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -20,9 +19,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers.trainer_pt_utils import safe_globals
-from transformers.utils import logging as hf_logging
 
 from mmrl.errors import CheckpointError, MmrlError, StorageError, storage_error
+from mmrl.models.report import without_bars
 from mmrl.store.policy import (
     EXTRA,
     MARKER,
@@ -73,7 +72,7 @@ def save(
     try:
         # The folder is there before anyone writes into it, and every process has written before it gets its name.
         accelerator.wait_for_everyone()
-        with _no_progress_bars():
+        with without_bars():
             write_state(str(temporary))
         critic_state = critic.state() if critic is not None else None
         if critic_state is not None and main:
@@ -218,15 +217,3 @@ def _remove(path: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
     os.rename(path, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Hide the bar per shard that saving shows in the middle of mmrl's own display."""
-    enabled = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if enabled:
-            hf_logging.enable_progress_bar()

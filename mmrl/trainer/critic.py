@@ -28,7 +28,7 @@ from mmrl.trainer.logprobs import hidden_states
 from mmrl.trainer.objective import value_loss
 from mmrl.trainer.packing import Pack
 from mmrl.trainer.settings import Settings
-from mmrl.trainer.sharding import as_number, gather_tensor, is_sharded, like, shard, shard_head
+from mmrl.trainer.sharding import gather_tensor, is_sharded, like, shard, shard_head, whole_norm
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -134,11 +134,6 @@ class Critic:
             parameters |= {n: p for n, p in self.policy.named_parameters() if f".{ADAPTER}." in n}
         return parameters
 
-    def policy_parameters(self, policy: torch.nn.Module) -> list[torch.nn.Parameter]:
-        """Return the policy's own parameters, without the critic's adapter, which lives inside of it."""
-        critic_ids = {id(parameter) for parameter in self.named_parameters().values()}
-        return [parameter for parameter in policy.parameters() if id(parameter) not in critic_ids]
-
     def groups(self, weight_decay: float) -> list[ParameterGroup]:
         """Return optimizer groups: matrices decay, vectors do not."""
         parameters = self.named_parameters().values()
@@ -199,14 +194,9 @@ class Critic:
 
     def clip(self, limit: float, accelerator: Accelerator) -> float:
         """Clip the critic's gradients on their own; returns the norm before."""
-        norm = as_number(accelerator.clip_grad_norm_(list(self.named_parameters().values()), limit))
+        norm = whole_norm(accelerator.clip_grad_norm_(list(self.named_parameters().values()), limit))
         self.grad_norms.append(norm)
         return norm
-
-    def zero_grad(self) -> None:
-        """Forget gradients."""
-        for parameter in self.named_parameters().values():
-            parameter.grad = None
 
     def metrics(self, reduce: Callable[[torch.Tensor, str], torch.Tensor]) -> dict[str, float]:
         """Return the step's metrics `critic/…`."""

@@ -20,7 +20,7 @@ from mmrl.records import Call, Forest
 from mmrl.trainer.logprobs import Scores, score
 from mmrl.trainer.objective import StepBatch, TrainCall
 from mmrl.trainer.packing import Pack, make_packs, share_of_process
-from mmrl.trainer.sharding import is_sharded, shard
+from mmrl.trainer.sharding import is_sharded
 from mmrl.trainer.tree_attention import last_parts
 
 if TYPE_CHECKING:
@@ -56,14 +56,7 @@ class Forwards:
         self.trainer, self.settings, self.critic, self.adapters = trainer, settings, critic, adapters
         self.tries, self.budget, self.max_tokens = tries, budget, max_tokens
         self.ref_model: torch.nn.Module | None = None
-
-    def set_reference(self, model: torch.nn.Module) -> None:
-        """Compare with a frozen copy of the initial policy; without one, disabled adapters are the reference."""
-        self.ref_model = (
-            shard(model, self.accelerator)
-            if is_sharded(self.accelerator)
-            else self.accelerator.prepare_model(model, evaluation_mode=True)
-        )
+        """Frozen copy of the initial policy; without one, disabled adapters are the reference."""
 
     @property
     def accelerator(self) -> Accelerator:

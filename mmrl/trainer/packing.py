@@ -19,7 +19,7 @@ from mmrl.errors import ConfigError
 from mmrl.trainer import tree_attention
 from mmrl.trainer.objective import TrainCall, active
 from mmrl.trainer.tree_attention import PrefixTree
-from mmrl.trainer.tries import TrieLayout, bin_pack, build_tries, flatten, token_indices
+from mmrl.trainer.tries import TrieLayout, bin_pack, build_tries, flatten
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -297,7 +297,9 @@ def _packed_rows(calls: Sequence[_ScoredCall]) -> list[_PackedRow]:
 
 
 def _trie_pack(layout: TrieLayout, rows: Sequence[_PackedRow], modules: Sequence[str], dtype: torch.dtype) -> Pack:
-    placed = [(rows[row], token_indices(path)) for row, path in layout.paths.items()]
+    placed = [
+        (rows[row], [i for span in path for i in range(span.begin, span.end)]) for row, path in layout.paths.items()
+    ]
     pack = _pack(placed, torch.tensor([layout.ids]), modules, dtype)  # ids: (1, packed tokens)
     pack.tree = PrefixTree(layout.spans, tuple(sorted(set(pack.positions.tolist()))))
     pack.position_ids = torch.tensor([layout.depths])  # (1, packed tokens)

@@ -89,11 +89,6 @@ class Settings:
         lora = self.model.lora
         return None if lora is None else targets_of(model, lora).peft_config(lora, dropout=dropout)
 
-    def lora_facts(self, model: PreTrainedModel) -> dict[str, str]:
-        """Return the summary's fact about what an adapter reaches; empty when all parameters are trained."""
-        lora = self.model.lora
-        return {} if lora is None else {"adapter": targets_of(model, lora).described}
-
     def arguments(self, folder: Path, *, on_cpu: bool, autocast: bool, dense: bool) -> dict[str, Any]:
         """Return the arguments of TRL's `GRPOConfig`.
 

@@ -90,7 +90,7 @@ def like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return part.to(parameter.device)
 
 
-def as_number(norm: torch.Tensor | float) -> float:
+def whole_norm(norm: torch.Tensor | float) -> float:
     """Convert a norm to a number; over shards, of all of them."""
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 

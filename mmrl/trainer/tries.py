@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 
 from mmrl.engines.embedded.prefixes import Ids, common_prefix
 
@@ -239,8 +238,3 @@ def flatten(tries: Sequence[TrieNode], rows: Sequence[Ids]) -> TrieLayout:
             paths[node.row] = path
         stack += [(child, path) for child in reversed(node.children)]
     return TrieLayout(tuple(spans), tuple(ids), tuple(depths), paths)
-
-
-def token_indices(path: Sequence[NodeSpan]) -> list[int]:
-    """Return the index in the pack of each token of a path, root first."""
-    return list(chain.from_iterable(range(span.begin, span.end) for span in path))

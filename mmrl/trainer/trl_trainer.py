@@ -23,8 +23,10 @@ from datasets import Dataset
 from peft import PeftModel
 from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # type: ignore[attr-defined]
+from typing_extensions import override
 
 from mmrl.errors import CheckpointError, ConfigError, Stopped, SyncFailure, TooManyFailures
+from mmrl.models.adapter import targets_of
 from mmrl.models.template import as_saved
 from mmrl.store.policy import is_complete
 from mmrl.trainer import checkpoint, sharding
@@ -122,7 +124,8 @@ class MmrlTrainer(GRPOTrainer):
         self.critic = None if settings.critic is None else Critic(settings, settings.critic, model)
         self.critic_lr = 0.0
         self.adapters, lora = adapters, settings.lora(model)
-        self.facts = settings.lora_facts(model)
+        of_adapter = settings.model.lora
+        self.facts = {} if of_adapter is None else {"adapter": targets_of(model, of_adapter).described}
         """What the adapter reaches, for the summary."""
         if adapters is not None:
             # `models.assignment` gives weights per module to LoRA alone.
@@ -182,7 +185,11 @@ class MmrlTrainer(GRPOTrainer):
             self.critic.attach(self.forwards.policy, self.accelerator)
         in_fixed_order(self.forwards.policy)
         if reference is not None:
-            self.forwards.set_reference(reference)
+            self.forwards.ref_model = (
+                sharding.shard(reference, self.accelerator)
+                if self.sharded
+                else self.accelerator.prepare_model(reference, evaluation_mode=True)
+            )
 
     @property
     def steps_done(self) -> int:
@@ -264,7 +271,8 @@ class MmrlTrainer(GRPOTrainer):
         started = time.perf_counter()
         update: Update = inputs["update"]
         if self.critic is not None:
-            self.critic.zero_grad()
+            for parameter in self.critic.named_parameters().values():
+                parameter.grad = None
         # Packs are summed in their order, in float64, so the reported loss does not depend on how many there are.
         total = torch.zeros((), dtype=torch.float64, device=self.args.device)
         for count, pack in enumerate(update.packs, start=1):
@@ -330,6 +338,7 @@ class MmrlTrainer(GRPOTrainer):
             return -(pack.weights * scores.logprobs[index].detach()).sum().double()
         return result.loss.detach().double()
 
+    @override
     def _clip_grad_norm(self, model: torch.nn.Module) -> torch.Tensor | float | None:
         limit = self.settings.train.grad_clip
         norm: torch.Tensor | float | None
@@ -341,10 +350,13 @@ class MmrlTrainer(GRPOTrainer):
             self.totals.adapter_norms.append(norms)
             norm = math.hypot(*norms.values())
         elif self.critic is not None:
-            norm = self.accelerator.clip_grad_norm_(self.critic.policy_parameters(model), limit)
+            # Its adapter lives inside of the policy.
+            of_critic = {id(parameter) for parameter in self.critic.named_parameters().values()}
+            own = [parameter for parameter in model.parameters() if id(parameter) not in of_critic]
+            norm = self.accelerator.clip_grad_norm_(own, limit)
         else:
             norm = super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
-        value = sharding.as_number(norm) if norm is not None else 0.0
+        value = sharding.whole_norm(norm) if norm is not None else 0.0
         self.totals.grad_norms.append(finite(value, "gradient norm", self.steps_done + 1))
         return norm
 
@@ -388,6 +400,7 @@ class MmrlTrainer(GRPOTrainer):
             self._save_checkpoint(self.model, None)
         return target
 
+    @override
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if self.state.global_step % self.settings.updates:
             raise CheckpointError("a checkpoint can only be saved between steps")
@@ -407,11 +420,13 @@ class MmrlTrainer(GRPOTrainer):
         self._save_scaler(folder)
         self._save_rng_state(folder)
 
+    @override
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         if state_dict is not None and self.sharded:
             state_dict = sharding.without_tied(self.forwards.policy, state_dict)
         super()._save(output_dir, state_dict)
 
+    @override
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.sharded:
             assert self.optimizer is not None and self.lr_scheduler is not None
@@ -420,6 +435,7 @@ class MmrlTrainer(GRPOTrainer):
         else:
             super()._save_optimizer_and_scheduler(output_dir)
 
+    @override
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
         if self.sharded:
             sharding.load_weights(self.forwards.policy, Path(resume_from_checkpoint))
@@ -428,6 +444,7 @@ class MmrlTrainer(GRPOTrainer):
         if self.critic is not None:
             self.critic.load(Path(resume_from_checkpoint))
 
+    @override
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None and self.sharded:
             assert self.optimizer is not None and self.lr_scheduler is not None
@@ -439,5 +456,6 @@ class MmrlTrainer(GRPOTrainer):
         """Return 0: Hugging Face's formula needs its own batch format."""
         return 0
 
+    @override
     def _send_telemetry(self) -> None:
-        """Send nothing about the run."""
+        pass  # nothing about the run

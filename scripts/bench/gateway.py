@@ -24,7 +24,7 @@ from mmrl.records import Example
 from mmrl.rollout.environment import SamplingSettings, make_environment
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
-from mmrl.system.objects import put
+from mmrl.system.objects import register
 from mmrl.tasks import TASKS
 from mmrl.tasks.base import Score
 from mmrl.tasks.dspy.own import FunctionProgram
@@ -58,10 +58,10 @@ async def _nothing(example: Any, base_url: str, api_key: str) -> None: ...
 def played(function: Callable[..., Awaitable[Any]], agents: int, direct: bool, tokenizer: Any) -> float:
     """Seconds of so many rollouts at once: of an agent, or of a program that calls `ctx.call` itself."""
     names = {
-        "agent": put("bench_agent", _nothing if direct else function),
-        "metric": put("bench_metric", lambda record, result: 1.0),
+        "agent": register("bench_agent", _nothing if direct else function),
+        "metric": register("bench_metric", lambda record, result: 1.0),
     }
-    data = DataConfig(train=put("bench_rows", ROWS))
+    data = DataConfig(train=register("bench_rows", ROWS))
     config = AnyAgentConfig(name="agent", inputs=("question",), data=data, max_calls=10_000, **names)
     task = TASKS["agent"](config, 0)
     if direct:

@@ -21,7 +21,7 @@ from mmrl.config import DataConfig
 from mmrl.config.tasks import AnyAgentConfig
 from mmrl.records import Example
 from mmrl.retrieval.bm25 import Bm25Retriever
-from mmrl.system.objects import put
+from mmrl.system.objects import register
 from mmrl.tasks.base import Demonstration, Message
 from mmrl.tasks.gateway.task import AgentTask
 from mmrl.tasks.mini.draws import Draws
@@ -37,7 +37,7 @@ def agent_task() -> AgentTask:
     """Build the task in the mini world whose files are in place; each example has its trace."""
     retriever = Bm25Retriever(mini_corpus())
     number = next(_NUMBERS)
-    rows = {split: put(f"traced_{number}_{split}", traced(split, retriever)) for split in ("train", "dev", "test")}
+    rows = {split: register(f"traced_{number}_{split}", traced(split, retriever)) for split in ("train", "dev", "test")}
     names = {name: f"{planner_worker.__name__}:{name}" for name in ("run", "metric")}
     config = AnyAgentConfig(
         name="agent",

@@ -115,7 +115,7 @@ def test_a_traceback_is_bounded():
 
     with pytest.raises(ValueError, match="x") as caught:
         deep(60)
-    failure = user_code.located(user_code.ProgramFailure, caught.value)
+    failure = user_code.user_failure(user_code.ProgramFailure, caught.value)
     assert len(failure.traceback) <= user_code.MOST_CHARACTERS + 4
 
 

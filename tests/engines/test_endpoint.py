@@ -146,7 +146,7 @@ class Own(Engine):
         self.versions.append((version, state))
 
     @contextmanager
-    def keeping(self):
+    def prefix_cache_kept(self):
         self.kept = True
         yield
         self.kept = False
@@ -169,7 +169,7 @@ def test_each_module_asks_its_own_endpoint_and_the_others_the_engine(tokenizer):
             return [await engine.generate(replace(ASK, module=module)) for module in ("a", "b", "c")]
 
         a, b, c = asyncio.run(all_of_them())
-        with engine.keeping():
+        with engine.prefix_cache_kept():
             assert own.kept and engine.max_context == 512
         assert not own.kept
         engine.close()

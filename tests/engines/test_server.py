@@ -225,7 +225,7 @@ def test_replies_are_read_within_bounds_and_quoted_in_short(tmp_path: Path, monk
 
 
 def test_a_given_server_is_asked_again_and_then_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmrl.engines.vllm.server.TRIES", 2)
+    monkeypatch.setattr("mmrl.engines.vllm.server.REQUEST_TRIES", 2)
     with served(tmp_path, Scripted("busy", 503), reply([2]), Scripted("gone", 500)) as (engine, server):
         assert ask(engine).ids == (2,)
         with pytest.raises(EngineFailure, match=r"failed 2 times.*HTTP 500: gone"):

@@ -155,7 +155,7 @@ def test_a_server_that_ends_is_started_again_while_only_another_process_asks(tmp
 def test_a_server_that_stays_away_fails_the_calls_of_every_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mmrl.engines.vllm.client.TRIES", 2)
+    monkeypatch.setattr("mmrl.engines.vllm.client.REQUEST_TRIES", 2)
     with serving(answering(reply([2]))) as (url, _):
         main, other = engines_in(tmp_path, urls=(url,), start_timeout_s=2)
         both(lambda engine: engine.set_version(0), main, other)

@@ -300,7 +300,7 @@ def test_what_prompts_share_is_kept_between_requests_that_come_one_by_one(
             served.leave()
         return made
 
-    with served.keeping() if keeps else nullcontext():
+    with served.prefix_cache_kept() if keeps else nullcontext():
         made = asyncio.run(one_by_one())
         # The second finds out what is shared; from the third on it is there.
         # The first is the check of the decoder; the third finds what the second shares with the one before.

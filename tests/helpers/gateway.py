@@ -21,7 +21,7 @@ from mmrl.records import Call, Example, Forest, Rollout
 from mmrl.rollout.environment import SamplingSettings, make_environment
 from mmrl.rollout.plans import Tree, independent
 from mmrl.rollout.sample import sample
-from mmrl.system.objects import put
+from mmrl.system.objects import register
 from mmrl.tasks import TASKS
 
 ROWS = [{"id": f"q{n}", "question": f"What is {n}?", "gold": str(n)} for n in range(8)]
@@ -82,7 +82,7 @@ class Scripted(Engine):
 
 def named(value: Any) -> str:
     """The name under which a config finds an object."""
-    return put(f"of_a_test_{next(_NUMBERS)}", value)
+    return register(f"of_a_test_{next(_NUMBERS)}", value)
 
 
 def right(record: Any, result: Any) -> float:

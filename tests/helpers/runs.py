@@ -12,7 +12,7 @@ from mmrl.records import Call, Forest, Rollout
 from mmrl.store.journal import write_step
 from mmrl.store.rundir import RunDir
 from mmrl.system.conf import later_wins
-from mmrl.system.files import append_jsonl, digest
+from mmrl.system.files import append_jsonl, file_digest
 from mmrl.tasks.base import Score
 from scripts.chaos.compare import comparable
 
@@ -226,7 +226,7 @@ def forge(checkpoint):
     stored = json.loads(marker.read_text())
     for name in stored["files"]:
         stored["files"][name] = (checkpoint / name).stat().st_size
-        stored["sha256"][name] = digest(checkpoint / name)
+        stored["sha256"][name] = file_digest(checkpoint / name)
     marker.write_text(json.dumps(stored))
 
 

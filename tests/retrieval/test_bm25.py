@@ -12,8 +12,8 @@ from mmrl.config.retriever import Bm25Config
 from mmrl.retrieval.base import Document, unquoted
 from mmrl.retrieval.bm25 import Bm25Retriever, Bm25Settings, tokenize, top_indices
 from mmrl.retrieval.index_folder import build_index, open_index, read_info, spec_of
+from mmrl.retrieval.select import cache_root
 from mmrl.retrieval.store import PassageStore
-from mmrl.system.artifacts import cache_root
 from mmrl.system.bar import progress
 
 TEXTS = ["red kettle on the stove", "blue kettle", "a red red door", "green lamp by the door", "kettle kettle lamp"]

@@ -10,8 +10,7 @@ from dspy import lm15
 
 from mmrl.config import ModelConfig
 from mmrl.engines.base import Completion, Engine
-from mmrl.models.chat import decode_text, encode_text
-from mmrl.models.growing import GrowingText
+from mmrl.models.chat import GrowingText, decode_text, encode_text
 from mmrl.models.load import load_tokenizer
 from mmrl.rollout.dspy.policy_lm import PolicyLM, ServedPolicy
 

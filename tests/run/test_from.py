@@ -22,7 +22,7 @@ from mmrl.sets.sweep import job_state
 from mmrl.store.policy import prompts_of, resolve, write_policy
 from mmrl.store.rundir import RunDir
 from mmrl.system.conf import conf_dir
-from mmrl.system.files import append_jsonl, digests
+from mmrl.system.files import append_jsonl, file_digest
 from scripts.chaos.compare import comparable
 
 SMALL = ["eval.items=6", "train.save_every=1", "train.batch_size=2"]
@@ -58,7 +58,7 @@ def trained(folder: Path) -> dict[str, object]:
     weights = [path / "model.safetensors" for row in rows for path in sorted((row / "checkpoints").glob("ch*"))]
     return {
         "steps": [[comparable(record) for record in RunDir.read(row).history()] for row in rows],
-        "weights": digests(weights),
+        "weights": [*map(file_digest, weights)],
         "items": [path.read_bytes() for row in rows for path in sorted((row / "eval").iterdir())],
         "page": [row[:7] for row in SetPage(set_of_run_dirs("x", rows)).parts[0].rows],  # without times
     }
@@ -284,7 +284,7 @@ def test_the_papers_prompts_are_a_start_too(earlier):
     (run / "config.yaml").write_text(yaml.safe_dump(config))
     made = started(from_run(run, "algo=mhgpo_rr"))
     assert made.task.prompts == "paper"
-    assert made.start.prompts == digests([conf_dir() / "prompts" / "paper" / "hotpotqa.yaml"])[0]
+    assert made.start.prompts == file_digest(conf_dir() / "prompts" / "paper" / "hotpotqa.yaml")
     with pytest.raises(ConfigError, match=r"task\.prompts: has no effect with from="):
         from_run(run, "algo=mhgpo_rr", "task.prompts=null")
 

@@ -23,7 +23,7 @@ from mmrl.optimize import MMRL, _outside_of_loops, _split, load
 from mmrl.run import build
 from mmrl.store.rundir import RunDir
 from mmrl.system import objects
-from mmrl.system.objects import put
+from mmrl.system.objects import register
 from mmrl.tasks.dspy import notices
 from mmrl.tasks.mini.examples import mini_records
 from tests.helpers import TOP
@@ -341,7 +341,7 @@ def test_data_that_are_no_records_are_named(value: object, says: str) -> None:
     from mmrl.tasks.data.rows import Source
 
     with pytest.raises(ConfigError, match=says):
-        Source("task.data.train", put("bad_data", value)).rows("train")
+        Source("task.data.train", register("bad_data", value)).rows("train")
 
 
 def test_the_stop_button_of_a_notebook_ends_the_run_below_it() -> None:

@@ -6,7 +6,7 @@ import pytest
 from mmrl.config import DataConfig
 from mmrl.config.tasks import DspyProgramConfig
 from mmrl.rollout import with_program
-from mmrl.system.objects import put
+from mmrl.system.objects import register
 from mmrl.tasks.dspy.own import ImportedTask
 from tests.helpers.programs import filled
 from tests.helpers.stages import optimised, proposal
@@ -50,8 +50,8 @@ def reflected(folder, metric):
         asked.append(messages[-1]["content"])
         return made
 
-    names = {"program": put("twice", Twice), "metric": put(f"metric_{metric.__name__}", metric)}
-    data = DataConfig(train=put("rows", ROWS))
+    names = {"program": register("twice", Twice), "metric": register(f"metric_{metric.__name__}", metric)}
+    data = DataConfig(train=register("rows", ROWS))
     config = DspyProgramConfig(name="dspy", inputs=("text",), data=data, **names)
     options = {"auto": None, "max_metric_calls": 24, "component_selector": "all", "use_merge": False}
     optimised(folder / "run", (config, with_program(ImportedTask(config, 0))), "gepa", answer, **options)

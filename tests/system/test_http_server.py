@@ -195,7 +195,7 @@ RAISED = (
 
 
 @pytest.mark.parametrize("error", RAISED, ids=repr)
-@pytest.mark.parametrize("where", ["render_prompt", "decode_text", "read_message"])
+@pytest.mark.parametrize("where", ["render_prompt", "decode_text", "message_of"])
 def test_whatever_is_raised_for_a_request_it_gets_a_reply_and_leaves_its_place(
     where: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmrl.trainer import tries
-from mmrl.trainer.tries import MAX_HEIGHT, bin_pack, build_tries, flatten, make_node, split_trie, token_indices
+from mmrl.trainer.tries import MAX_HEIGHT, bin_pack, build_tries, flatten, make_node, split_trie
 
 
 @st.composite
@@ -46,7 +46,7 @@ def test_every_row_lies_on_a_path_of_one_pack(
             assert len(layout.ids) == len(layout.depths) == sum(trie.tokens for trie in pack)
             assert len(layout.ids) <= budget or len(layout.paths) == 1
             for row, path in layout.paths.items():
-                where = token_indices(path)
+                where = [index for span in path for index in range(span.begin, span.end)]
                 assert tuple(layout.ids[at] for at in where) == rows[row]
                 assert [layout.depths[at] for at in where] == list(range(len(rows[row])))
                 for above, below in pairwise(path):

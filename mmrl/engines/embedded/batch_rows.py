@@ -158,7 +158,11 @@ class Rules:
         newest = row.ids[-1]
         if newest not in self._pieces:
             self._pieces[newest] = self._decode([newest])
-        candidates = [stop for stop in row.request.sampling.stop if stop and _may_end(stop, self._pieces[newest])]
+        # A piece decoded alone can lack a leading space, or show bytes of an unfinished character as U+FFFD.
+        piece = self._pieces[newest]
+        unknown = not piece or "\ufffd" in piece
+        stops = [stop for stop in row.request.sampling.stop if stop]
+        candidates = [stop for stop in stops if unknown or stop[-1] == " " or stop[-1] in piece]
         if not candidates:
             return False
         # A token that adds text adds at least one byte, so a stop string of n bytes lies in the last n such tokens.
@@ -175,14 +179,6 @@ class Rules:
 
     def _decode(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
-
-
-def _may_end(stop: str, piece: str) -> bool:
-    """Return True if a token of this text may complete `stop`: a cheap filter that never says no wrongly.
-
-    A piece decoded alone can lack a leading space or show bytes of an unfinished character as U+FFFD.
-    """
-    return stop[-1] in piece or stop[-1] == " " or not piece or "\ufffd" in piece
 
 
 def context_limit(settings: PretrainedConfig, *limits: int | None) -> int | None:

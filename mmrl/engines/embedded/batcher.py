@@ -20,6 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from mmrl.engines.base import Completion, Engine, Request
 from mmrl.engines.embedded.pending import PendingRequest
 from mmrl.errors import EngineFailure
@@ -100,8 +102,8 @@ class Batcher(Engine):
         self.policy_version = version
         self.decoder.forget()
 
+    @override
     def enter(self) -> None:
-        """Note that a program starts."""
         self._bind()
         self.live += 1
         self._wake()
@@ -114,14 +116,15 @@ class Batcher(Engine):
         self._forget()
         self._wake()
 
+    @override
     async def rest(self) -> None:
-        """See `Engine.rest`."""
         while not self.live and self._driver is not None and not self._driver.done():
             await asyncio.wait([self._driver], timeout=YIELD_S)
 
     @contextmanager
-    def keeping(self) -> Iterator[None]:
-        """See `Engine.keeping`. What a request finds then depends on what came before it, and so may its last bits."""
+    @override
+    def prefix_cache_kept(self) -> Iterator[None]:
+        """What a request finds depends on those before it, and so may its last bits."""
         self._keeps = True
         try:
             yield
@@ -141,7 +144,9 @@ class Batcher(Engine):
         """
         self._bind()
         loop = asyncio.get_running_loop()
-        job = PendingRequest(request, loop.create_future(), _sort_key(request))
+        # Numbers before text, so that keys of mixed types compare; the seed decides between equals.
+        key = tuple((int(isinstance(part, str)), part) for part in (*request.order, request.sampling.seed))
+        job = PendingRequest(request, loop.create_future(), key)
         self.waiting.append(job)
         # A new row can join only at a decode boundary, between two tokens of all rows: inside a step the tensors of
         # the batch have a fixed shape. A decoder that cannot refill is not disturbed for it.
@@ -300,9 +305,3 @@ class Batcher(Engine):
             self.active = []
         else:
             self.waiting = []
-
-
-def _sort_key(request: Request) -> tuple[tuple[int, int | str], ...]:
-    """Order numbers before text, so that keys of mixed types compare; the seed decides between equals."""
-    parts: tuple[int | str, ...] = (*request.order, request.sampling.seed)
-    return tuple((1, part) if isinstance(part, str) else (0, part) for part in parts)

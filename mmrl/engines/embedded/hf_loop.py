@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
+from typing_extensions import override
 
 from mmrl.engines.embedded.batch_rows import BatchRow
 from mmrl.models.load import causal_lm
@@ -61,7 +62,7 @@ class HFLoop:
         """Do nothing: batches share nothing."""
 
     def prefill(self, rows: Sequence[BatchRow]) -> torch.Tensor:
-        """See `NativeLoop.prefill`; only with no rows in flight."""
+        """Do as `NativeLoop.prefill`, only with no rows in flight."""
         width = max(len(row.prompt_ids) for row in rows)
         # Padded on the left, so that the newest token of every row stands in the last column: `logits[:, -1]` is right
         # for all of them, and a step appends one column.
@@ -149,19 +150,20 @@ class WholeRows(HFLoop):
     padding on the left, and those that have no cache.
     """
 
+    @override
     def prefill(self, rows: Sequence[BatchRow]) -> torch.Tensor:
-        """See `NativeLoop.prefill`; only with no rows in flight."""
+        """Only with no rows in flight."""
         self._rows = [list(row.prompt_ids) for row in rows]
         return self._whole()
 
+    @override
     def step(self, tokens: Sequence[int]) -> torch.Tensor:
-        """See `NativeLoop.step`."""
         for row, token in zip(self._rows, tokens, strict=True):
             row.append(token)
         return self._whole()
 
+    @override
     def keep(self, indices: Sequence[int]) -> list[int]:
-        """See `NativeLoop.keep`."""
         self._rows = [self._rows[index] for index in indices]
         return list(indices)
 

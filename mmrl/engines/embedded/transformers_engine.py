@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 import torch
+from typing_extensions import override
 
 from mmrl.config.engines import TransformersConfig
 from mmrl.engines.base import Completion, EngineSetup, Request
@@ -62,7 +63,7 @@ class TransformersEngine(Batcher):
         # A GPU takes other kernels for other sizes of a batch, and rounds another way.
         self.repeats_greedy = next(model.parameters()).device.type == "cpu"
 
+    @override
     async def generate(self, request: Request) -> Completion:
-        """See `Engine.generate`."""
         self.rules.check(request)
         return await super().generate(request)

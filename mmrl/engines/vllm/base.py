@@ -158,7 +158,7 @@ class PushingEngine(VllmEngine):
         super().__init__(model, tokenizer, config, setup)
         self.probe_ids = render_prompt(tokenizer, [{"role": "user", "content": PROBE}])
         # After those of the process before, whose folders may be there: the newest are those with the largest numbers.
-        self._pushes = max((_push_of(folder) for folder in self._pushed_folders()), default=0)
+        self._pushes = max((number for number, _ in self._pushed_folders()), default=0)
         self._nonce = secrets.token_hex(3)
         self._base_probes: dict[str, list[float]] = {}
         """Server -> log-probabilities of the probe by the weights that it was started with."""
@@ -206,7 +206,7 @@ class PushingEngine(VllmEngine):
         if self.model is not None and state is None:
             self._check_served()
         # The folders of versions that nobody uses any more.
-        for folder in sorted(self._pushed_folders(), key=_push_of)[: -self.setup.versions]:
+        for _, folder in self._pushed_folders()[: -self.setup.versions]:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _save(self, version: int, state: Mapping[str, Tensor] | None) -> dict[str, Path]:
@@ -217,9 +217,9 @@ class PushingEngine(VllmEngine):
         folder = self.folder / "weights" / f"v{version:06d}-{self._pushes}"
         return save_weights(self.model, self.names, folder, state)
 
-    def _pushed_folders(self) -> list[Path]:
-        # Not what a kill left half-written (`.tmp`).
-        return [*(self.folder / "weights").glob("v*[0-9]")]
+    def _pushed_folders(self) -> list[tuple[int, Path]]:
+        """Return number and folder, `v<version>-<push>`, of each push; not what a kill left half-written (`.tmp`)."""
+        return sorted((int(path.name.rpartition("-")[2]), path) for path in (self.folder / "weights").glob("v*[0-9]"))
 
     def _check_served(self) -> None:
         """Compare what vLLM says of the probe with the trainer's own forward, and the base with its start.
@@ -266,11 +266,6 @@ class PushingEngine(VllmEngine):
         return HALF_TOLERANCE if self._half else TOLERANCE
 
 
-def _push_of(folder: Path) -> int:
-    """Return the number of a push from the name of its folder, `v<version>-<push>`."""
-    return int(folder.name.rpartition("-")[2])
-
-
 def save_weights(
     model: PreTrainedModel, names: Sequence[str], folder: Path, state: Mapping[str, Tensor] | None = None
 ) -> dict[str, Path]:
@@ -297,18 +292,8 @@ def save_weights(
 def probe_logprobs(model: PreTrainedModel, ids: Sequence[int], adapter: str | None) -> list[float]:
     """Compute the log-softmax of each of `ids` but the first, given those before it; length T - 1."""
     # Here and not above: an evaluation by a server never loads torch's models in this process.
-    import torch
-
     from mmrl.engines.embedded.hf_loop import HFLoop
+    from mmrl.models.selfcheck import Probe, plain_logprobs
 
-    loop = HFLoop(model, adapter)
-    loop.start()
-    try:
-        with torch.no_grad(), loop.using_adapter():
-            device = next(model.parameters()).device
-            tokens = torch.tensor([list(ids)], device=device)
-            scores = model(input_ids=tokens).logits[0, :-1].float().log_softmax(dim=-1)
-        found: list[float] = scores.gather(1, tokens[0, 1:, None]).squeeze(1).tolist()
-        return found
-    finally:
-        loop.stop()
+    with HFLoop(model, adapter).using_adapter():
+        return plain_logprobs(model, [Probe(tuple(ids[:1]), tuple(ids[1:]))])[0]

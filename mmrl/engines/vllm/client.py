@@ -13,6 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from mmrl.config.engines import VllmServerConfig
 from mmrl.engines.base import BusyClock, Completion, EngineSetup, Request
 from mmrl.engines.vllm.api import VllmApi
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedTokenizerBase
 
-TRIES = 4
+REQUEST_TRIES = 4
 """Tries of one request at servers that are alive but do not answer."""
 
 
@@ -65,17 +67,12 @@ class HttpEngine(VllmEngine):
         """Client that completions are requested through."""
 
     @property
+    @override
     def busy_s(self) -> float:
-        """Seconds during which at least one request was in flight."""
         return self._clock.seconds
 
+    @override
     async def generate(self, request: Request) -> Completion:
-        """See `Engine.generate`.
-
-        Raises:
-            LengthFailure: the prompt alone fills the context.
-            EngineFailure: the request is impossible, or the server failed for good; with the server's message.
-        """
         self.rules.check(request)
         with self._clock.running():
             return await self._api.io.run(self._generate(request))
@@ -98,8 +95,8 @@ class HttpEngine(VllmEngine):
                 await self._recover(error, failures, name)
         return self._completion(row, ids, logprobs, reason, version)
 
+    @override
     def end_session(self, session: str) -> None:
-        """See `Engine.end_session`."""
         if self._routed:  # nobody waits for it
             asyncio.run_coroutine_threadsafe(self._api.finish_session(session), io_loop())
 
@@ -142,9 +139,9 @@ class SharedServersEngine(HttpEngine):
         self.rules = self._rules(served.context)
         self.policy_version = version
 
+    @override
     async def _recover(self, error: HttpFailure, failures: int, name: str) -> None:
-        """See `HttpEngine._recover`."""
-        if failures >= TRIES:
+        if failures >= REQUEST_TRIES:
             raise EngineFailure(f"the vLLM server failed {failures} times: {error}") from error
         await asyncio.sleep(2.0 ** (failures - 1))
         # The main process starts a server that has ended again, at the same address.
@@ -154,6 +151,6 @@ class SharedServersEngine(HttpEngine):
                     return
             await asyncio.sleep(1.0)
 
+    @override
     def close(self) -> None:
-        """Close the connections."""
         self._api.io.close()

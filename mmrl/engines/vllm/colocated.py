@@ -22,13 +22,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from mmrl.config.engines import VllmColocatedConfig
 from mmrl.engines.base import Completion, EngineSetup, Request
 from mmrl.engines.embedded.batch_rows import BatchRow
 from mmrl.engines.vllm.base import PushedAdapter, PushingEngine
 from mmrl.engines.vllm.command import engine_arguments, resources, sampling_fields
 from mmrl.errors import ConfigError, EngineFailure, SyncFailure
-from mmrl.models.load import model_path
+from mmrl.models.load import local_path
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -67,8 +69,8 @@ class VllmColocatedEngine(PushingEngine):
     busy_s: float = 0.0
 
     @property
+    @override
     def computing_s(self) -> float:
-        """See `Engine.computing_s`."""
         return self.busy_s
 
     def __init__(
@@ -98,13 +100,8 @@ class VllmColocatedEngine(PushingEngine):
 
     # -- what programs use -----------------------------------------------------------------------------------------
 
+    @override
     async def generate(self, request: Request) -> Completion:
-        """See `Engine.generate`.
-
-        Raises:
-            LengthFailure: the prompt alone fills the context.
-            EngineFailure: the request is impossible, or vLLM failed.
-        """
         self.rules.check(request)
         job = _VllmRequest(
             id=next(self._ids),
@@ -255,8 +252,9 @@ class VllmColocatedEngine(PushingEngine):
         self._vllm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         self._vllm.reset_prefix_cache()
 
+    @override
     def _probes(self, adapter: PushedAdapter | None) -> dict[str, list[float]]:
-        """See `VllmEngine._probes`; nothing else is in flight."""
+        """Nothing else is in flight."""
         name, ids = next(self._ids), self.probe_ids
         self._add(name, ids, {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}, adapter)
         done: list[RequestOutput] = []
@@ -267,8 +265,9 @@ class VllmColocatedEngine(PushingEngine):
 
     # -- memory ----------------------------------------------------------------------------------------------------
 
+    @override
     def sleep(self) -> None:
-        """See `Engine.sleep`: vLLM's KV cache is freed and its weights wait in host memory (sleep level 1)."""
+        """Free vLLM's KV cache; its weights wait in host memory (sleep level 1)."""
         # Level 2 would drop the weights too; with adapters nobody would push the base again.
         if self._sleeps and not self._asleep and not self._in_flight:
             self._settle()
@@ -280,8 +279,8 @@ class VllmColocatedEngine(PushingEngine):
             self._vllm.wake_up()
             self._asleep = False
 
+    @override
     def close(self) -> None:
-        """Stop the thread and vLLM; may be called twice."""
         if self._driver is not None and self._driver.is_alive():
             self._waiting.put(None)
             self._driver.join(10)
@@ -302,7 +301,7 @@ class VllmColocatedEngine(PushingEngine):
         from vllm.utils.argparse_utils import FlexibleArgumentParser
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        path = model_path(self.weights)
+        path = local_path(self.weights.path)
         arguments = engine_arguments(self.config, self.setup, path, self.mode, len(self.names), self.rank)
         if self._sleeps:
             arguments.append("--enable-sleep-mode")

@@ -22,7 +22,7 @@ from mmrl.config.base import address_problem
 from mmrl.config.engines import VllmConfig
 from mmrl.engines.base import EngineSetup, Sampling
 from mmrl.engines.embedded.batch_rows import context_limit
-from mmrl.models.load import load_configs, model_path
+from mmrl.models.load import load_configs, local_path
 
 LOG = logging.getLogger("mmrl.engines")
 
@@ -41,7 +41,6 @@ RESERVED = ("--host", "--port", "--uds", "--config", "--api-key", "--root-path",
 """Arguments that would say who may reach the server."""
 REMOTE_CODE = "--trust-remote-code"
 GREEDY_OR_ONE = (0.0, 1.0)
-SEED_BITS = 63
 LOOK_S = 60.0
 """Longest wait for another interpreter to say whether it has vLLM."""
 
@@ -156,7 +155,7 @@ def sampling_fields(sampling: Sampling, limit: int, stop_ids: Iterable[int]) -> 
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
-        "seed": sampling.seed & ((1 << SEED_BITS) - 1),
+        "seed": sampling.seed % 2**63,
         "stop": list(sampling.stop),
         "stop_token_ids": sorted(stop_ids),
         "include_stop_str_in_output": True,
@@ -199,8 +198,8 @@ def engine_arguments(
     arguments += ["--logprobs-mode", f"{mode}_logprobs", "--max-logprobs", "1"]
     # Or the model's generation_config.json would set temperature, top-p and top-k of requests that leave them out.
     arguments += ["--generation-config", "vllm"]
-    if path != model_path(weights):
-        arguments += ["--tokenizer", model_path(weights)]
+    if path != local_path(weights.path):
+        arguments += ["--tokenizer", local_path(weights.path)]
     if weights.revision is not None:
         arguments += ["--revision", weights.revision]
     if setup.max_context is not None:
@@ -245,6 +244,6 @@ def resources(config: VllmConfig, setup: EngineSetup) -> dict[str, str]:
             "TORCHDYNAMO_DISABLE": "1",
         }
         variables |= {name: value for name, value in defaults.items() if name not in os.environ}
-    if setup.weights is not None and Path(model_path(setup.weights)).is_dir():
+    if setup.weights is not None and Path(local_path(setup.weights.path)).is_dir():
         variables["HF_HUB_OFFLINE"] = "1"
     return variables

@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from mmrl.errors import EngineFailure
 from mmrl.system.child_process import GRACE_S, ChildProcess
 from mmrl.system.ray_cluster import join_cluster
@@ -90,8 +92,8 @@ class RayServer(ChildProcess):
         self._wait_s = self.timeout_s
 
     @property
+    @override
     def alive(self) -> bool:
-        """See `ChildProcess.alive`."""
         import ray
 
         return self._ended is not None and not ray.wait([self._ended], timeout=0)[0]

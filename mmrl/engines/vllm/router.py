@@ -19,7 +19,7 @@ from mmrl.system.child_process import ChildProcess, free_port
 from mmrl.system.http_client import HttpFailure
 
 PACKAGE = "vllm_router"
-TRIES = 3
+CHANGE_TRIES = 3
 """Tries of a change of the servers behind it."""
 START_S = 60.0
 """Until the router answers."""
@@ -81,7 +81,7 @@ class Router:
 
     async def _have(self, server: str, there: bool, page: str) -> None:
         """Change the servers behind it; a reply that is lost may have come after the change."""
-        for left in reversed(range(TRIES)):
+        for left in reversed(range(CHANGE_TRIES)):
             try:
                 await self.api.request(f"{page}?url={quote(server, safe='')}", {})
                 return

@@ -26,17 +26,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from typing_extensions import override
+
 from mmrl.config.engines import VllmServerConfig
 from mmrl.engines.base import EngineSetup
 from mmrl.engines.vllm.api import VllmApi
 from mmrl.engines.vllm.base import PushedAdapter, PushingEngine
-from mmrl.engines.vllm.client import TRIES, HttpEngine, Serving
+from mmrl.engines.vllm.client import REQUEST_TRIES, HttpEngine, Serving
 from mmrl.engines.vllm.command import server_arguments, server_environment
 from mmrl.engines.vllm.ray_server import RayServer, place_servers
 from mmrl.engines.vllm.replica import Replica
 from mmrl.engines.vllm.router import Router
 from mmrl.errors import EngineFailure, SyncFailure
-from mmrl.models.load import model_path
+from mmrl.models.load import local_path
 from mmrl.system.child_process import ChildProcess
 from mmrl.system.http_client import HttpFailure
 from mmrl.system.portal import io_loop
@@ -217,8 +219,8 @@ class VllmServerEngine(HttpEngine, PushingEngine):
 
     # -- the servers -----------------------------------------------------------------------------------------------
 
+    @override
     def close(self) -> None:
-        """Stop what mmrl started, and close connections."""
         self._stop_watching()
         for task in self._reviving:
             task.get_loop().call_soon_threadsafe(task.cancel)
@@ -229,8 +231,8 @@ class VllmServerEngine(HttpEngine, PushingEngine):
                 replica.process.stop()
             replica.api.io.close()
 
+    @override
     def metrics(self) -> dict[str, float]:
-        """Return metrics for the step's record."""
         return {"engine/restarts": float(self.restarts), "engine/servers": float(len(self._serving))}
 
     def _managed(self, index: int) -> ChildProcess:
@@ -239,7 +241,8 @@ class VllmServerEngine(HttpEngine, PushingEngine):
 
         def words() -> list[str]:
             # At each start: with the full weights that were pushed last.
-            path = model_path(self.weights) if self._weights_folder is None else str(self._weights_folder.resolve())
+            pushed = self._weights_folder
+            path = local_path(self.weights.path) if pushed is None else str(pushed.resolve())
             arguments = server_arguments(self.config, setup, path, self.mode, len(self.names), self.rank)
             return [self.config.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
 
@@ -292,18 +295,18 @@ class VllmServerEngine(HttpEngine, PushingEngine):
             self._watch.cancel()
             self._watch = None
 
+    @override
     async def _available(self) -> None:
-        """See `HttpEngine._available`."""
         # The address is the same: a server that is not routed to would answer before it has been given its weights.
         while not self._serving and self._reviving:
             await self._revived()
 
+    @override
     async def _recover(self, error: HttpFailure, failures: int, name: str) -> None:
-        """See `HttpEngine._recover`."""
         # The others answer meanwhile; where there is none, the next try waits in `_available`.
         if await self._take_out_lost(error) or (not self._serving and self._reviving):
             return
-        if failures >= TRIES:
+        if failures >= REQUEST_TRIES:
             raise EngineFailure(f"the vLLM server failed {failures} times: {error}; {self._log_tails()}") from error
         await asyncio.sleep(2.0 ** (failures - 1))
 

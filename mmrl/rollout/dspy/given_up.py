@@ -13,7 +13,7 @@ import dspy
 
 from mmrl.errors import LimitFailure, ParseFailure
 from mmrl.rollout.dspy import host
-from mmrl.system.user_code import located
+from mmrl.system.user_code import user_failure
 
 _FOLDERS = (str(Path(dspy.__file__).parent), host.__file__)
 _NO_ANSWER = {
@@ -42,9 +42,9 @@ def raise_given_up(error: BaseException) -> None:
     while cause is not None:
         methods = list(_methods(cause))
         if isinstance(cause, _NO_ANSWER.get(methods[-1], ())):
-            raise located(LimitFailure, error) from None
+            raise user_failure(LimitFailure, error) from None
         if _ARGUMENTS in methods or isinstance(cause, _NO_TOOL.get(methods[-1], ())):
-            raise located(ParseFailure, error) from None
+            raise user_failure(ParseFailure, error) from None
         cause = cause.__cause__
 
 

@@ -22,8 +22,7 @@ from dspy import lm15
 from mmrl import rng
 from mmrl.engines.base import Completion, Engine, Request, Sampling
 from mmrl.errors import LengthFailure
-from mmrl.models.chat import decode_text, render_prompt
-from mmrl.models.growing import GrowingText
+from mmrl.models.chat import GrowingText, decode_text, render_prompt
 from mmrl.tasks.base import Message
 
 if TYPE_CHECKING:

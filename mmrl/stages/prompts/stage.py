@@ -163,7 +163,7 @@ class PromptStage(Stage[PromptCommandConfig]):
 
         try:
             # Bootstrapping has one rollout after the other, whose prompts share most of what they have.
-            with _logged_to(folder / "optimiser.log"), self._remembering(memo), self.engine.keeping():
+            with _logged_to(folder / "optimiser.log"), self._remembering(memo), self.engine.prefix_cache_kept():
                 program, before, best = loop.run(searched)
         finally:
             if writer is not None:

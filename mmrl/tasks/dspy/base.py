@@ -20,7 +20,7 @@ from mmrl.config.tasks import TaskConfig
 from mmrl.errors import ConfigError, DataError, gathered, refuse
 from mmrl.records import Example
 from mmrl.system.files import user_path
-from mmrl.system.objects import readable
+from mmrl.system.objects import display_name
 from mmrl.tasks.base import Task, Tool
 from mmrl.tasks.data.layouts import subset_of
 from mmrl.tasks.data.rows import Row, Source, check_unique, same_rows
@@ -177,7 +177,7 @@ class DspyTask(Task):
 
     @override
     def describe(self) -> Mapping[str, object]:
-        data = ", ".join(f"{split} {readable(spec)}" for split, spec in self.sources.items()) or "mini world"
+        data = ", ".join(f"{split} {display_name(spec)}" for split, spec in self.sources.items()) or "mini world"
         return {"data": data, **{f"{split} items": len(self._examples[split]) for split in SPLITS}}
 
 

@@ -18,8 +18,8 @@ from typing_extensions import override
 from mmrl.config.tasks import DspyProgramConfig, TaskConfig
 from mmrl.errors import ConfigError, DataError, ProgramFailure, RewardFailure, gathered, refuse
 from mmrl.records import EMPTY, LARGEST, Call, Example
-from mmrl.system.objects import imported, readable
-from mmrl.system.user_code import as_async, as_number, call_scorer, located
+from mmrl.system.objects import display_name, imported
+from mmrl.system.user_code import as_async, as_number, call_scorer, user_failure
 from mmrl.tasks.base import Context, Score, Task, Tool
 from mmrl.tasks.data.rows import Row, record_id
 from mmrl.tasks.dspy.base import DspyTask, awaits, is_dspy_module
@@ -242,7 +242,7 @@ class ImportedTask(RecordTask):
     @override
     def describe(self) -> Mapping[str, object]:
         paths = {"program": self.config.program, "metric": self.config.metric}
-        return {**super().describe(), **{name: readable(str(path)) for name, path in paths.items()}}
+        return {**super().describe(), **{name: display_name(str(path)) for name, path in paths.items()}}
 
 
 def _program(source: Any, modules: Sequence[str], name: str, key: Callable[[str], str]) -> object:
@@ -280,7 +280,7 @@ def _program(source: Any, modules: Sequence[str], name: str, key: Callable[[str]
     try:
         built = source()
     except Exception as error:  # whatever the user's own code raises
-        raise ConfigError(str(located(ProgramFailure, error, f"{key('program')}: {name}() raised "))) from None
+        raise ConfigError(str(user_failure(ProgramFailure, error, f"{key('program')}: {name}() raised "))) from None
     if not _is_program(built):
         raise ConfigError(
             f"{key('program')}: {name} gave a {type(built).__name__}; expected a dspy.Module, an async function, or an "

@@ -26,7 +26,7 @@ from mmrl.retrieval.select import server_problems
 from mmrl.serve.gateway import Session, gateway, json_value
 from mmrl.serve.protocol import Refused
 from mmrl.system.command import CommandError, run_command
-from mmrl.system.objects import imported, readable
+from mmrl.system.objects import display_name, imported
 from mmrl.system.user_code import call_scorer, finite_numbers, in_thread, on_agent_loop
 from mmrl.tasks.base import Context, Score
 from mmrl.tasks.dspy.own import OwnTask, RecordTask, refusing_signature, scored
@@ -175,7 +175,7 @@ class AgentTask(RecordTask):
     @override
     def describe(self) -> Mapping[str, object]:
         paths = {"agent": self.config.agent or self.config.command, "metric": self.config.metric or "its own result"}
-        return {**super().describe(), **{name: readable(str(path)) for name, path in paths.items()}}
+        return {**super().describe(), **{name: display_name(str(path)) for name, path in paths.items()}}
 
 
 def _turn_rewards(rewards: object, path: Sequence[Call], reward: float) -> tuple[float, dict[str, float]]:
