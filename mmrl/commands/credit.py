@@ -68,10 +68,22 @@ class Source:
     entries: Sequence[JsonObject] = ()
 
 
+def credited_calls(request: CreditRequest) -> list[dict[str, object]]:
+    """Return the credit of each call under each algorithm, with the fields of an entry."""
+    source, credits = _credited(request)
+    pairs = zip(request.algos, credits, strict=True)
+    records = [(credit.algo, _credit_json(algo, source.forest, credit)["calls"]) for algo, credit in pairs]
+    return [{"algo": algo, **call} for algo, calls in records for call in calls]
+
+
+def _credited(request: CreditRequest) -> tuple[Source, list[Credit]]:
+    source = Source(load_rollouts(request.rollouts)) if request.rollouts is not None else recorded_step(request)
+    return source, credit_all(request.algos, source, request.seed, request.user_keys)
+
+
 def credit_command(request: CreditRequest, as_json: bool) -> int:
     """Print the credit of each algorithm; 1 where it is to be what a journal has and is not."""
-    source = Source(load_rollouts(request.rollouts)) if request.rollouts is not None else recorded_step(request)
-    credits = credit_all(request.algos, source, request.seed, request.user_keys)
+    source, credits = _credited(request)
     if as_json:
         print(json_report(request.algos, source.forest, credits))
     else:
@@ -185,7 +197,7 @@ def json_report(algos: Sequence[AlgoConfig], forest: Forest, credits: Sequence[C
     return json.dumps(records[0] if len(records) == 1 else records, indent=1)
 
 
-def _credit_json(algo: AlgoConfig, forest: Forest, credit: Credit) -> dict[str, object]:
+def _credit_json(algo: AlgoConfig, forest: Forest, credit: Credit) -> JsonObject:
     split, credited = minibatches(forest.examples, algo.minibatches), {entry.call for entry in credit.entries}
     calls = []
     for entry in credit.entries:
