@@ -7,6 +7,7 @@ run.metrics.plot(y="reward/mean")
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["Run", "compose", "evaluate", "resume", "train"]
 ConfigT = TypeVar("ConfigT", bound=RootConfig)
 T = TypeVar("T")
-AS_TYPED = ("from",)
-"""Keys that Hydra does not read."""
 
 
 def words_of(*words: str, **settings: object) -> list[str]:
@@ -42,7 +41,9 @@ def words_of(*words: str, **settings: object) -> list[str]:
     said = [*words]
     for key, value in iter_leaves(settings):
         key = key.removesuffix(".name") if f".{key}".endswith(choices) else key
-        said.append(f"{key}={value if key in AS_TYPED else hydra_value(key, value)}")
+        value = os.fspath(value) if isinstance(value, os.PathLike) else value
+        # Hydra does not read `from`.
+        said.append(f"{key}={value if key == 'from' else hydra_value(key, value)}")
     return said
 
 
@@ -198,12 +199,12 @@ class Run:
         page = RunDir.read(self.path).report_path
         return page if page.is_file() else report_run(self.path)
 
-    def credit(self, step: int, *words: str, **settings: object) -> DataFrame:
+    def credit(self, step: int, *algos: str, **settings: object) -> DataFrame:
         """Return every call of a training step with its credit, as `mmrl credit run= step=` computes it.
 
         Args:
-            words: as after that command: `"algo=mhgpo_rr,grpo"`; none: as it was trained.
-            settings: the same as arguments: `**{"algo.group_size": 4}`.
+            algos: names of algorithms; none: the one that it was trained with.
+            settings: of them: `algo={"group_size": 4}`.
 
         Raises:
             MmrlError: as the command.
@@ -213,5 +214,6 @@ class Run:
         from mmrl.cli.hydra import credit_request
         from mmrl.commands.credit import credited_calls
 
-        request = credit_request([f"run={self.path}", f"step={step}", *words_of(*words, **settings)])
+        names = [f"algo={','.join(algos)}"] if algos else []
+        request = credit_request([f"run={self.path}", f"step={step}", *names, *words_of(**settings)])
         return pd.DataFrame(credited_calls(request))

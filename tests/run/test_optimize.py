@@ -19,11 +19,13 @@ import pytest
 
 from mmrl.cli import main
 from mmrl.errors import CheckpointError, ConfigError, MmrlError
-from mmrl.optimize import MMRL, _outside_of_loops, _split, load
+from mmrl.optimize import MMRL, _split, load
 from mmrl.run import build
 from mmrl.store.rundir import RunDir
 from mmrl.system import objects
+from mmrl.system.notebook import outside_of_loops
 from mmrl.system.objects import put
+from mmrl.system.stop import look
 from mmrl.tasks.dspy import notices
 from mmrl.tasks.mini.examples import mini_records
 from tests.helpers import TOP
@@ -345,20 +347,22 @@ def test_data_that_are_no_records_are_named(value: object, says: str) -> None:
 
 
 def test_the_stop_button_of_a_notebook_ends_the_run_below_it() -> None:
-    """Ctrl-C reaches the thread of the run as it would reach the command, and the cell ends with it."""
+    """Ctrl-C asks the thread of the run to end, once, and the cell ends with it."""
     ended = []
 
     def work() -> None:
         try:
             while True:
                 time.sleep(0.005)
+                look()
         except KeyboardInterrupt:
+            look()
             ended.append(threading.current_thread().name)
             raise
 
     async def cell() -> None:
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
-        _outside_of_loops(work)
+        outside_of_loops(work)
 
     with pytest.raises(KeyboardInterrupt):
         asyncio.run(cell())
