@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
+from mmrl import run
 from mmrl.config import EvalCommandConfig, RootConfig, StageConfig
 from mmrl.config.base import iter_leaves
 from mmrl.errors import ENDED, ConfigError, MmrlError
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 __all__ = ["Run", "compose", "evaluate", "resume", "train"]
-ConfigT = TypeVar("ConfigT", bound=RootConfig)
-T = TypeVar("T")
 
 
 def words_of(*words: str, **settings: object) -> list[str]:
@@ -77,42 +76,31 @@ def train(config: RootConfig) -> Run:
     Raises:
         MmrlError: whatever the command would have ended with, in the same words.
     """
-    stage = _of_kind(config, StageConfig, "is for mmrl.evaluate; leave it out")
-    return Run(_as_command(lambda: run_stage(stage)))
+    if not isinstance(config, StageConfig):
+        raise ConfigError("policy: is for mmrl.evaluate; leave it out")
+    return _as_command(lambda: finished(*run.train(config)))
 
 
 def evaluate(config: RootConfig) -> Run:
     """Evaluate `policy` on a task's split, and return the evaluation; raises as `train`."""
-    evaluation = _of_kind(config, EvalCommandConfig, "missing, expected policy=RUN_DIR")
-    return Run(_as_command(lambda: _evaluated(evaluation)))
+    if not isinstance(config, EvalCommandConfig):
+        raise ConfigError("policy: missing, expected policy=RUN_DIR")
+    return _as_command(lambda: run.evaluate(config))
 
 
 def resume(run_dir: Path | str) -> Run:
     """Continue a stopped run or evaluation, and return it; raises as `train`."""
-    path = Path(run_dir)
-    return Run(_as_command(lambda: resume_run(path)))
 
+    def work(path: Path) -> Path:
+        from mmrl.run import eval as evaluations
+        from mmrl.run import session
 
-def run_stage(config: StageConfig) -> Path:
-    """Check and run a stage in this thread. Returns its run directory."""
-    from mmrl.run.check import check_all
+        if "policy" in RunDir.read(path).config:
+            evaluations.resume_evaluation(path)
+            return path
+        return finished(path, session.resume(path))
 
-    (checked,) = check_all([config])
-    # After the checks: it imports pandas, which a refused config need not wait for.
-    from mmrl.run.session import begin
-
-    return finished(*begin(checked))
-
-
-def resume_run(path: Path) -> Path:
-    """Continue a run in this thread. Returns its run directory."""
-    from mmrl.run import eval as evaluations
-    from mmrl.run import session
-
-    if "policy" in RunDir.read(path).config:
-        evaluations.resume_evaluation(path)
-        return path
-    return finished(path, session.resume(path))
+    return _as_command(lambda: work(Path(run_dir)))
 
 
 def finished(folder: Path, code: int) -> Path:
@@ -129,23 +117,9 @@ def finished(folder: Path, code: int) -> Path:
     return folder
 
 
-def _evaluated(config: EvalCommandConfig) -> Path:
-    from mmrl.run.check import check_all
-    from mmrl.run.eval import evaluate_policy
-
-    (checked,) = check_all([config])
-    return evaluate_policy(checked)
-
-
-def _of_kind(config: RootConfig, kind: type[ConfigT], problem: str) -> ConfigT:
-    if not isinstance(config, kind):
-        raise ConfigError(f"policy: {problem}")
-    return config
-
-
-def _as_command(work: Callable[[], T]) -> T:
+def _as_command(work: Callable[[], Path]) -> Run:
     with as_the_command():
-        return outside_of_loops(work)
+        return Run(outside_of_loops(work))
 
 
 class Run:
@@ -165,8 +139,8 @@ class Run:
         """Metrics (docs/metrics.md) by step; 0 is before training. Of an evaluation one row, of its policy's step."""
         import pandas as pd
 
-        run = RunDir.read(self.path)
-        records = run.history() or [{"step": self.policy.step or 0, **run.summary.get("metrics", {})}]
+        folder = RunDir.read(self.path)
+        records = folder.history() or [{"step": self.policy.step or 0, **folder.summary.get("metrics", {})}]
         return pd.DataFrame(records).set_index("step")
 
     @property

@@ -27,7 +27,7 @@ from typing import Any
 import dspy
 from dspy.teleprompt import Teleprompter
 
-from mmrl import api
+from mmrl import api, run
 from mmrl.config import EvalCommandConfig, RootConfig, StageConfig, StartConfig
 from mmrl.config.base import SHIPPED, value_at
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, continue_with, gathered, refuse
@@ -116,15 +116,17 @@ class MMRL(Teleprompter):
         """Run the training as the command does. Returns the folder of the run, of several steps that of the last."""
         # A copy of the program: what the caller does to it meanwhile is no part of the run.
         given = {"program": student.deepcopy(), "metric": self.metric, "data.train": train, "data.dev": dev}
+        from mmrl.run import session
+
         with as_the_command():
             if not isinstance(algo, str):
                 return self._run_steps(given, algo, resume)
             if resume is not None:
                 _put_again(given, resume)
-                return api.resume_run(resume)
+                return api.finished(resume, session.resume(resume))
             folder = {} if self.run_dir is None else {"run.dir": self.run_dir}
             words = api.words_of(f"algo={algo}", *self._words(given, self._put(given)), **folder)
-            return api.run_stage(_composed(words))
+            return api.finished(*run.train(_composed(words)))
 
     def _run_steps(self, given: Mapping[str, Any], algos: Sequence[str], resume: Path | None) -> Path:
         """Run what is missing of several steps in this process. Returns the folder of the last one.
@@ -133,6 +135,7 @@ class MMRL(Teleprompter):
         FOLDER/set.html, …         a page with a row for each
         """
         from mmrl.cli.overrides import read_line
+        from mmrl.run import session
         from mmrl.run.build import check_model
         from mmrl.run.check import check_all
         from mmrl.run.settle import run_folder
@@ -187,9 +190,9 @@ class MMRL(Teleprompter):
         try:
             for config, path, state in zip(configs, paths, states, strict=True):
                 if state == "unfinished":
-                    api.resume_run(path)
+                    api.finished(path, session.resume(path))
                 elif state == "new":
-                    api.run_stage(config)
+                    api.finished(*run.train(config))
                 redraw(page, folder)
         except (MmrlError, KeyboardInterrupt) as error:
             if hasattr(error, "__notes__"):  # of the step alone

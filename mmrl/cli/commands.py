@@ -110,13 +110,9 @@ def train(context: typer.Context) -> int:
         from mmrl.sets.sweep import sweep
 
         return sweep(jobs, lambda job: configs.swept(line, job), searched=overrides.is_search(line))
-    from mmrl.run.check import check_all
+    from mmrl import run
 
-    (checked,) = check_all(jobs)
-    # After the checks: it imports pandas, which a refused command need not wait for.
-    from mmrl.run.session import begin
-
-    return begin(checked)[1]
+    return run.train(jobs[0])[1]
 
 
 @app.command("eval", **SETTINGS, options_metavar="policy=P [KEY=VALUE ...]", epilog=HYDRA_FLAGS)
@@ -149,11 +145,9 @@ def evaluate(context: typer.Context) -> None:
         return configs.print_config("eval", line)
     if line.multirun:
         raise ConfigError("-m: not for mmrl eval; run one for each")
-    from mmrl.run.check import check_all
-    from mmrl.run.eval import evaluate_policy
+    from mmrl import run
 
-    (checked,) = check_all(configs.eval_configs(line))
-    evaluate_policy(checked)
+    run.evaluate(configs.eval_configs(line)[0])
 
 
 @app.command(**SETTINGS, options_metavar="RUN_DIR [example=ID] [step=N [--json]]")

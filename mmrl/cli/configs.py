@@ -109,13 +109,14 @@ def _config(command: Command, line: CommandLine, job: Sequence[str]) -> StageCon
     typed = list(map(key_of, job))
     with_rows = [*line.keys, *typed, *row_keys(job, line.config_dir)]
     if "from" in line.command_keys:
-        from mmrl.run.start import Parent, inherit
+        from mmrl.run.start import inherit, sections_of
 
-        parent = Parent.read(Path(line.command_keys["from"]), with_rows)
+        run = Path(line.command_keys["from"])
+        sections = sections_of(run, with_rows)
         # What the choice of its model and task sets elsewhere holds here too.
-        names = {group: section.get("name") for group, section in parent.sections.items()}
+        names = {group: value_at(sections, f"{group}.name") for group in ("model", "task")}
         choices = [f"{group}={name}" for group, name in names.items() if name in options(group, line.config_dir)]
-        raw = inherit(composed(command, [*choices, *job], line.config_dir), parent, with_rows)
+        raw = inherit(composed(command, [*choices, *job], line.config_dir), run, sections, with_rows)
     else:
         raw = composed(command, job, line.config_dir)
     if command == "train":

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,61 +22,51 @@ from mmrl.tasks.prompts import prompts_file
 ConfigT = TypeVar("ConfigT", bound=StageConfig)
 
 
-@dataclass(frozen=True, slots=True)
-class Parent:
-    """What a run takes over from another one (`from=RUN`) where the user sets nothing else."""
+def sections_of(run: Path, typed: Collection[str]) -> JsonObject:
+    """Return `model`, `task` and `plugins` of a run, which a run that starts from it takes over unless they are typed.
 
-    run: Path
-    sections: JsonObject
-    """`model` and `task`."""
-    plugins: Sequence[str]
-
-    @classmethod
-    def read(cls, run: Path, typed: Collection[str]) -> Parent:
-        """Read the config of a run, without what the user sets; its plugins are imported.
-
-        Args:
-            typed: keys and groups that the user set.
-
-        Raises:
-            ConfigError: it is no training run.
-        """
-        try:
-            stored = revealed(RunDir.read(run).config)
-        except CheckpointError as error:
-            raise ConfigError(f"from: {error}") from None
-        if "policy" in stored:
-            raise ConfigError(f"from: {run} is an evaluation, which makes no policy; expected a run of mmrl train")
-        sections = {name: as_tuples(stored.get(name)) for name in ("model", "task") if name not in typed}
-        sections = {name: section for name, section in sections.items() if isinstance(section, dict)}
-        plugins = [] if "plugins" in typed else packages_of(stored)
-        if plugins:
-            announce_code(run, sections, plugins, program=True)
-            import_plugins(plugins)
-        return cls(run, sections, plugins)
-
-
-def inherit(raw: Mapping[str, object], parent: Parent, typed: Collection[str]) -> JsonObject:
-    """Return the sections of a run that starts from another: those of that run, with the user's keys in them.
-
-    Args:
-        raw: sections, composed.
+    The plugins are imported.
 
     Raises:
-        ConfigError: prompts beside those of the policy.
+        ConfigError: it is no training run.
     """
-    run, stored = parent.run, parent.sections
-    sections = {name: with_overrides(stored[name], raw, typed, name) for name in stored}
+    try:
+        stored = revealed(RunDir.read(run).config)
+    except CheckpointError as error:
+        raise ConfigError(f"from: {error}") from None
+    if "policy" in stored:
+        raise ConfigError(f"from: {run} is an evaluation, which makes no policy; expected a run of mmrl train")
+    sections = {name: as_tuples(stored.get(name)) for name in ("model", "task") if name not in typed}
+    sections = {name: section for name, section in sections.items() if isinstance(section, dict)}
+    if (packages := packages_of(stored)) and "plugins" not in typed:
+        announce_code(run, sections, packages, program=True)
+        import_plugins(packages)
+        sections["plugins"] = tuple(packages)
+    return sections
+
+
+def inherit(raw: Mapping[str, object], run: Path, sections: JsonObject, typed: Collection[str]) -> JsonObject:
+    """Return a job that starts from a run, with the sections of that run and what the user set in them.
+
+    Args:
+        raw: the job, composed.
+        sections: of `sections_of`.
+
+    Raises:
+        ConfigError: prompts beside those of the run's policy.
+    """
+    inherited = {**raw, **sections, "start": {"run": str(run)}}
+    for name in sections.keys() & {"model", "task"}:
+        inherited[name] = with_overrides(sections[name], raw, typed, name)
     if "model" in sections and (path := value_at(raw, "model.path")) is not None:
         # The path of a run that has itself started from another is no setting; the policy's weights take its place.
-        sections["model"]["path"] = path
+        inherited["model"]["path"] = path
     if policy_of_run(run).prompts is not None and "task.prompts" in typed:
         raise ConfigError(
             f"task.prompts: has no effect with from={run}, whose policy has prompts of its own; leave it out, or take "
             f"its weights alone: mmrl export {run} out=FOLDER, then model.path=FOLDER"
         )
-    plugins = {"plugins": tuple(parent.plugins)} if parent.plugins else {}
-    return {**raw, **sections, **plugins, "start": {"run": str(run)}}
+    return inherited
 
 
 def with_overrides(

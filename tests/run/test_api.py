@@ -117,7 +117,7 @@ def test_its_run_is_the_command_s(made: mmrl.Run, tmp_path: Path) -> None:
     weights = [digests([run.path / "checkpoints/checkpoint-2/model.safetensors"]) for run in (here, there)]
     assert weights[0] == weights[1] and numbers(made.path) == numbers(there.path)
     assert {**here.config, "run": None} == {**there.config, "run": None}
-    assert here.finished and here.environment["command"].startswith("mmrl train algo=mhgpo_rr task=hotpotqa")
+    assert here.finished and here.environment["command"][:3] == ["mmrl", "train", "algo=mhgpo_rr"]
 
 
 def test_what_a_run_has(made: mmrl.Run) -> None:

@@ -239,6 +239,7 @@ def test_a_run_that_stopped_is_continued_with_the_same_objects(
 
 STEPS: dict[str, Any] = SETTINGS | {
     "train": {"steps": 1, "batch_size": 2, "save_every": 1},
+    "eval": {"bootstrap": 100},
     "miprov2": {"algo": {"auto": None, "num_candidates": 2, "num_trials": 2, "prompt_max_tokens": 16}},
     "mmgrpo.algo.rollouts": 2,
 }
