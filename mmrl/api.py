@@ -140,8 +140,10 @@ class Run:
         import pandas as pd
 
         folder = RunDir.read(self.path)
-        records = folder.history() or [{"step": self.policy.step or 0, **folder.summary.get("metrics", {})}]
-        return pd.DataFrame(records).set_index("step")
+        records = folder.history()
+        if evaluated := folder.summary.get("metrics"):
+            records = [{"step": self.policy.step or 0, **evaluated}]
+        return pd.DataFrame(records, index=pd.Index([record.pop("step") for record in records], name="step"))
 
     @property
     def evaluations(self) -> DataFrame:

@@ -129,6 +129,7 @@ def test_what_a_run_has(made: mmrl.Run) -> None:
     assert items[items.step == 2].f1.mean() == pytest.approx(made.metrics.loc[2, "eval/dev/f1"])
     assert made.policy.base == str(made.path / "checkpoints" / "checkpoint-2") and made.policy.step == 2
     assert made.report.read_text().startswith("<!")
+    assert repr(made) == f"mmrl.Run({str(made.path)!r})"
 
 
 def test_the_credit_of_a_step_is_what_it_was_trained_on(made: mmrl.Run, capsys: Any) -> None:
@@ -179,6 +180,7 @@ def test_the_stop_button_ends_a_run_which_goes_on_to_the_same_bits(
     assert stopped.value.__notes__ == [f"continue with: mmrl train resume={folder}"]
     assert "stopping: a step under way is trained and saved first" in capsys.readouterr().err
     assert [path.name for path in RunDir.read(folder).checkpoints.glob("checkpoint-*")] == ["checkpoint-1"] * step
+    assert mmrl.Run(folder).metrics.index.tolist() == [0, 1][: step + 1]
     assert mmrl.resume(folder).path == folder
     assert numbers(folder) == numbers(made.path)
 
