@@ -16,7 +16,7 @@ from mmrl import run
 from mmrl.config import EvalCommandConfig, RootConfig, StageConfig
 from mmrl.config.base import iter_leaves
 from mmrl.errors import ENDED, ConfigError, MmrlError
-from mmrl.store.policy import Policy, resolve
+from mmrl.store.policy import resolve
 from mmrl.store.rundir import RunDir, step_of
 from mmrl.system.conf import GROUPS
 from mmrl.system.notebook import as_the_command, outside_of_loops
@@ -142,7 +142,7 @@ class Run:
         folder = RunDir.read(self.path)
         records = folder.history()
         if evaluated := folder.summary.get("metrics"):
-            records = [{"step": self.policy.step or 0, **evaluated}]
+            records = [{"step": resolve(self.policy).step or 0, **evaluated}]
         return pd.DataFrame(records, index=pd.Index([record.pop("step") for record in records], name="step"))
 
     @property
@@ -159,13 +159,15 @@ class Run:
         return pd.DataFrame(rows)
 
     @property
-    def policy(self) -> Policy:
-        """Weights and prompts that it has made, or evaluates: base, adapter, prompts, step.
+    def policy(self) -> str:
+        """What `policy=` takes: the run, for the weights and prompts that it has made; of an evaluation its own `policy`.
 
         Raises:
             ConfigError: it has made none yet.
         """
-        return resolve(str(RunDir.read(self.path).config.get("policy", self.path)))
+        policy = str(RunDir.read(self.path).config.get("policy", self.path))
+        resolve(policy)
+        return policy
 
     @property
     def report(self) -> Path:
