@@ -160,7 +160,7 @@ class Run:
 
     @property
     def policy(self) -> str:
-        """What `policy=` takes: the run, for the weights and prompts that it has made; of an evaluation its own `policy`.
+        """What `policy=` takes: the run, for the weights and prompts that it has made; of an evaluation its own.
 
         Raises:
             ConfigError: it has made none yet.
