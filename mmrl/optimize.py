@@ -6,46 +6,40 @@
     trained(question="…")        # plain DSPy, with the trained policy as its LM
     trained.run_dir              # what `mmrl show`, `eval` and `export` take
 
-Nothing is trained here: the settings become the words of the command, and the objects names that the config holds
-(`mmrl.system.objects`). Importing this file imports DSPy.
+Nothing is trained here: `mmrl.api` makes and runs the config, which holds the objects by names (`mmrl.system.objects`).
+Importing this file imports DSPy.
 """
 
 from __future__ import annotations
 
-import asyncio
 import copy
-import ctypes
 import hashlib
 import itertools
 import json
 import re
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import dspy
 from dspy.teleprompt import Teleprompter
 
-from mmrl.cli.overrides import hydra_value
+from mmrl import api, run
 from mmrl.config import EvalCommandConfig, RootConfig, StageConfig, StartConfig
-from mmrl.config.base import SHIPPED, iter_leaves, value_at
-from mmrl.errors import CheckpointError, ConfigError, MmrlError, continue_with, gathered, refuse, storage
+from mmrl.config.base import SHIPPED, value_at
+from mmrl.errors import CheckpointError, ConfigError, MmrlError, continue_with, gathered, refuse
 from mmrl.rollout.dspy.policy_lm import PolicyLM, ServedPolicy
-from mmrl.secrets import HidingStream, add_environment
 from mmrl.store.policy import prompts_of
 from mmrl.store.rundir import RunDir, is_run, refuse_full
-from mmrl.system.conf import GROUPS, options
+from mmrl.system.conf import options
+from mmrl.system.notebook import as_the_command, outside_of_loops
 from mmrl.system.objects import display_name, is_registered, register
 from mmrl.tasks.dspy.base import set_prompts
 
 Metric = Callable[..., Any]
-T = TypeVar("T")
 HELD_BACK = 5
 """Every n-th example of the trainset is held back for evaluation if there is no valset."""
 _NUMBERS = itertools.count(1)
@@ -100,7 +94,7 @@ class MMRL(Teleprompter):
         """
         train, dev = _split(list(trainset), None if valset is None else list(valset))
         try:
-            folder = _outside_of_loops(
+            folder = outside_of_loops(
                 lambda: self._run(
                     student, train, dev, self.algo if algo is None else algo, None if resume is None else Path(resume)
                 )
@@ -122,24 +116,17 @@ class MMRL(Teleprompter):
         """Run the training as the command does. Returns the folder of the run, of several steps that of the last."""
         # A copy of the program: what the caller does to it meanwhile is no part of the run.
         given = {"program": student.deepcopy(), "metric": self.metric, "data.train": train, "data.dev": dev}
-        with _as_the_command():
+        from mmrl.run import session
+
+        with as_the_command():
             if not isinstance(algo, str):
                 return self._run_steps(given, algo, resume)
-            from mmrl.run import session
-            from mmrl.run.settle import run_folder
-
             if resume is not None:
                 _put_again(given, resume)
-                _refuse_failure(session.resume(resume), resume)
-                return resume
-            words = [f"algo={algo}", *self._words(given, self._put(given))]
-            if self.run_dir is not None:
-                words.append(f"run.dir={hydra_value('run.dir', self.run_dir)}")
-            (config,) = _checked([words])
-            # The folder is known here, since the program that is returned names it.
-            folder = run_folder(config.run.dir, config.task.name, config.algo.name, suffix=f"_s{config.seed}")
-            _refuse_failure(session.begin(config.in_folder(folder), ["mmrl", "train", *words]), Path(folder))
-            return Path(folder)
+                return api.finished(resume, session.resume(resume))
+            folder = {} if self.run_dir is None else {"run.dir": self.run_dir}
+            words = api.words_of(f"algo={algo}", *self._words(given, self._put(given)), **folder)
+            return api.finished(*run.train(_composed(words)))
 
     def _run_steps(self, given: Mapping[str, Any], algos: Sequence[str], resume: Path | None) -> Path:
         """Run what is missing of several steps in this process. Returns the folder of the last one.
@@ -149,6 +136,8 @@ class MMRL(Teleprompter):
         """
         from mmrl.cli.overrides import read_line
         from mmrl.run import session
+        from mmrl.run.build import check_model
+        from mmrl.run.check import check_all
         from mmrl.run.settle import run_folder
         from mmrl.sets.found import set_of_run_dirs
         from mmrl.sets.page import SetPage, redraw
@@ -164,8 +153,15 @@ class MMRL(Teleprompter):
         shared = self._words(given, names[0])
         read_line(shared)  # a key that is given twice
         steps = words_of_steps(shared, [*dict.fromkeys(algos)])
-        lines = [steps[algo] for algo in algos]
-        configs = _checked(lines)
+        problems: list[str] = []
+        configs: list[StageConfig] = []
+        for algo in algos:
+            with gathered(problems):
+                configs.append(_composed(steps[algo]))
+                check_all(configs[-1:])
+        refuse(dict.fromkeys(problems))
+        # Before a folder is made: a model that cannot be had must leave none behind.
+        check_model(configs[0])
         if configs[0].run.dir is not None:
             raise ConfigError("run.dir: each step has a folder of its own; the folder of all is run_dir=")
         folder = resume
@@ -175,7 +171,6 @@ class MMRL(Teleprompter):
         folder = folder or Path(run_folder(None, "dspy", "+".join(algos), suffix=f"_s{configs[0].seed}"))
         paths = [folder / label for label in labels]
         day = day_of(paths)
-        problems: list[str] = []
         states: list[str] = []
         for number, path in enumerate(paths):
             start = {"run": str(paths[number - 1])} if number else None
@@ -193,11 +188,11 @@ class MMRL(Teleprompter):
             return SetPage(set_of_run_dirs(folder.resolve().name, runs, f"{'+'.join(algos)} on dspy"))
 
         try:
-            for config, path, state, words in zip(configs, paths, states, lines, strict=True):
+            for config, path, state in zip(configs, paths, states, strict=True):
                 if state == "unfinished":
-                    _refuse_failure(session.resume(path), folder)
+                    api.finished(path, session.resume(path))
                 elif state == "new":
-                    _refuse_failure(session.begin(config, ["mmrl", "train", *words]), folder)
+                    api.finished(*run.train(config))
                 redraw(page, folder)
         except (MmrlError, KeyboardInterrupt) as error:
             if hasattr(error, "__notes__"):  # of the step alone
@@ -222,7 +217,7 @@ class MMRL(Teleprompter):
         return {key: register(name, given[key]) for key, name in names.items()}
 
     def _words(self, given: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
-        """Return the equivalent words of `mmrl train`, without `algo=` and `run.dir=`.
+        """Return the words for `mmrl.compose`, without `algo=` and `run.dir=`.
 
         Raises:
             ConfigError: settings that cannot be words.
@@ -231,41 +226,17 @@ class MMRL(Teleprompter):
         # The task says which other example lacks one of these.
         inputs = list(given["data.train"][0].inputs().keys())
         named = {f"task.{key}": name for key, name in names.items()}
-        arguments = {"task": "dspy", **named, "task.inputs": inputs, **_model_words(self.model)}
-        # the `name` of a group's mapping is the choice of that group, also below the name of a step
-        choices = tuple(f".{group}.name" for group in GROUPS)
-        settings = {
-            key.removesuffix(".name") if f".{key}".endswith(choices) else key: value
-            for key, value in iter_leaves(self.settings)
-        }
-        return [f"{key}={hydra_value(key, value)}" for key, value in (*arguments.items(), *settings.items())]
+        own = api.words_of(task="dspy", **named, **{"task.inputs": inputs}, **_model_settings(self.model))
+        return api.words_of(*own, **self.settings)
 
 
-def _checked(lines: Sequence[Sequence[str]]) -> list[StageConfig]:
-    """Return the configs of runs of this process, of which the first one's model can be had.
-
-    Raises:
-        ConfigError: every problem.
-    """
-    from mmrl.cli import configs, gone, overrides
-    from mmrl.run.build import check_model
-    from mmrl.run.check import check_all
-
-    checked: list[StageConfig] = []
-    problems: list[str] = []
-    for words in lines:
-        with gathered(problems):
-            refuse(gone.problems(["train", *words]))
-            line = overrides.read_line(words)
-            (config,) = configs.train_configs(line)
-            if config.hardware.processes * config.hardware.nodes > 1:
-                raise ConfigError("hardware.processes: objects of this process are not in others; see docs/python.md")
-            check_all([config], line.keys)
-            checked.append(config)
-    refuse(dict.fromkeys(problems))
-    # Before a folder is made: a model that cannot be had must leave none behind.
-    check_model(checked[0])
-    return checked
+def _composed(words: Sequence[str]) -> StageConfig:
+    """Return the config of a run of this process."""
+    config = api.compose(*words)
+    if config.hardware.processes * config.hardware.nodes > 1:
+        raise ConfigError("hardware.processes: objects of this process are not in others; see docs/python.md")
+    assert isinstance(config, StageConfig)
+    return config
 
 
 def _put_again(given: Mapping[str, Any], folder: Path) -> dict[str, str]:
@@ -336,7 +307,7 @@ def _served(folder: Path, predictors: Sequence[str] = ()) -> ServedPolicy:
     config = stored_config(folder, RootConfig)
     # With the limits and the engine of training: the program is to speak as it did there.
     shared = {name: getattr(config, name) for name in ("seed", "task", "model", "hardware", "engine", "eval", "run")}
-    evaluation = settle(EvalCommandConfig(policy=str(folder), plugins=config.plugins, **shared))
+    evaluation = settle(EvalCommandConfig(policy=str(folder), plugins=config.plugins, **shared)).config
     policy = served(evaluation)
     if policy.modules is not None and (missing := [name for name in predictors if name not in policy.modules]):
         raise ConfigError(
@@ -347,65 +318,6 @@ def _served(folder: Path, predictors: Sequence[str] = ()) -> ServedPolicy:
     engine, tokenizer = resources.enter_context(fixed_engine(evaluation, policy, folder, evaluation.policy))
     name, limit = f"mmrl/{folder.name}", config.task.max_tokens
     return ServedPolicy(name, engine, tokenizer, resources, limit, reopen=partial(_served, folder.absolute()))
-
-
-@contextmanager
-def _as_the_command() -> Iterator[None]:
-    """Treat output and errors as the command `mmrl` does: hide secrets, report a full disk in one sentence."""
-    add_environment()
-    out, err = HidingStream.around(sys.stdout), HidingStream.around(sys.stderr)
-    with redirect_stdout(out), redirect_stderr(err), storage():
-        yield
-
-
-def _outside_of_loops(work: Callable[[], T]) -> T:
-    """Call `work` where no event loop runs: here, or in a thread of its own below a notebook's loop.
-
-    Ctrl-C (a notebook's stop button) reaches the thread as it would reach this one.
-    """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return work()
-    outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(work())
-        except BaseException as error:  # handed on to the caller, whatever it is
-            outcome.set_exception(error)
-
-    # a daemon: a kernel that is restarted must not wait for the run
-    thread = threading.Thread(target=run, name="mmrl-train", daemon=True)
-    thread.start()
-    with _interrupts_raised():
-        # Not `join`: interrupted, it takes a thread that runs for one that has ended (CPython 3.11).
-        while not outcome.done():
-            try:
-                wait([outcome], timeout=0.2)
-            except KeyboardInterrupt:
-                thread_id, exception = ctypes.c_ulong(thread.ident or 0), ctypes.py_object(KeyboardInterrupt)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread_id, exception)
-    return outcome.result()
-
-
-@contextmanager
-def _interrupts_raised() -> Iterator[None]:
-    """Raise KeyboardInterrupt on Ctrl-C; asyncio would cancel the task, which waits here and would not notice."""
-    try:
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    except ValueError:  # not the main thread: someone else handles signals
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _refuse_failure(code: int, folder: Path) -> None:
-    if code:
-        raise MmrlError(f"{folder}: the run is not finished; continue it with compile(…, resume={str(folder)!r})")
 
 
 def _split(train: list[dspy.Example], dev: list[dspy.Example] | None) -> tuple[list[dspy.Example], list[dspy.Example]]:
@@ -430,8 +342,8 @@ def _digest(examples: Sequence[dspy.Example]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _model_words(model: str | None) -> dict[str, str]:
-    """Return the words for `model`: a file of `conf/model`, or any other model with the neutral config."""
+def _model_settings(model: str | None) -> dict[str, str]:
+    """Return the settings for `model`: a file of `conf/model`, or any other model with the neutral config."""
     if model is None or model in (names := options("model")):
         return {} if model is None else {"model": model}
     if model in SHIPPED:

@@ -125,7 +125,7 @@ def read(words: Sequence[str]) -> TrainCommandConfig:
     keys = [word.partition("=")[0] for word in words]
     if foreign := [key for key in keys if key.partition(".")[0] in ("train", "algo") and key not in TAKEN]:
         raise SystemExit(f"not taken by TRL: {', '.join(foreign)}")
-    return settle(cast(TrainCommandConfig, configured(["algo=grpo", *words])))
+    return settle(cast(TrainCommandConfig, configured(["algo=grpo", *words]))).config
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -59,7 +59,7 @@ def _main(argv: Sequence[str] | None, dispatch: Callable[[Sequence[str]], int]) 
     sys.stdout, sys.stderr = HidingStream.around(sys.stdout), HidingStream.around(sys.stderr)
     try:
         with storage(), _sigterm_ends(words):
-            _check_words(words)
+            refuse_words(words)
             return dispatch(words)
     except MmrlError as error:
         print_error(error)
@@ -108,7 +108,12 @@ def _sigterm_ends(words: Sequence[str]) -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _check_words(words: Sequence[str]) -> None:
+def refuse_words(words: Sequence[str]) -> None:
+    """Raise `ConfigError` for words that are gone, and for those that hold a secret.
+
+    Args:
+        words: the command, and what was typed after it.
+    """
     problems = gone.problems(words)
     try:
         os.getcwd()

@@ -54,6 +54,8 @@ class CommandLine:
     """Words without a `=`, where the command takes them."""
     multirun: bool = False
     config_dir: str | None = None
+    args: tuple[str, ...] = ()
+    """All words as typed."""
     prints: str = ""
     """`job` or `full` (`--cfg`): which config is printed while nothing runs; empty: none."""
 

@@ -106,23 +106,17 @@ def train(context: typer.Context) -> int:
         configs.print_config("train", line)
         return 0
     jobs = configs.train_configs(line)
-    command = ["mmrl", "train", *context.args]
     if line.multirun:
         from mmrl.sets.sweep import sweep
 
-        searched = overrides.is_search(line)
-        return sweep(jobs, line.keys, command, lambda job: configs.swept(line, job), searched=searched)
-    from mmrl.run.check import check_all
+        return sweep(jobs, lambda job: configs.swept(line, job), searched=overrides.is_search(line))
+    from mmrl import run
 
-    check_all(jobs, line.keys)
-    # After the checks: it imports pandas, which a refused command need not wait for.
-    from mmrl.run.session import begin
-
-    return begin(jobs[0], command)
+    return run.train(jobs[0])[1]
 
 
 @app.command("eval", **SETTINGS, options_metavar="policy=P [KEY=VALUE ...]", epilog=HYDRA_FLAGS)
-def evaluate(context: typer.Context) -> int:
+def evaluate(context: typer.Context) -> None:
     """Evaluate a run, checkpoint, adapter, model folder or hub id on any task; each item is stored.
 
     \b
@@ -148,16 +142,12 @@ def evaluate(context: typer.Context) -> int:
 
         return resume_evaluation(Path(line.command_keys["resume"]))
     if line.prints:
-        configs.print_config("eval", line)
-        return 0
+        return configs.print_config("eval", line)
     if line.multirun:
         raise ConfigError("-m: not for mmrl eval; run one for each")
-    (config,) = configs.eval_configs(line)
-    from mmrl.run.check import check_all
-    from mmrl.run.eval import evaluate_policy
+    from mmrl import run
 
-    check_all([config], line.keys)
-    return evaluate_policy(config, command=["mmrl", "eval", *context.args])
+    run.evaluate(configs.eval_configs(line)[0])
 
 
 @app.command(**SETTINGS, options_metavar="RUN_DIR [example=ID] [step=N [--json]]")
@@ -326,7 +316,7 @@ def serve(context: typer.Context) -> None:
     line = overrides.read_line(context.args, command_keys=tuple(ServeArguments.model_fields), single="mmrl serve")
     arguments = line.section(ServeArguments)
     (config,) = configs.eval_configs(line)
-    serve_policy(config, arguments, line.keys)
+    serve_policy(config, arguments)
 
 
 @app.command("new-task", **SETTINGS, options_metavar="NAME [kind=async|dspy] [dir=FOLDER]")
@@ -401,7 +391,7 @@ def doctor(context: typer.Context, as_json: JsonFlag = False) -> int:
         raise ConfigError(f"algo: got {config.algo.name}, and mmrl doctor looks at one stage of reinforcement learning")
     from mmrl.run.check import check_all
 
-    check_all([config.in_folder(None)], line.keys)
+    check_all([config.in_folder(None)])
     keys = {key.partition(".")[0] for key in (*line.keys, *line.command_keys)}
     if keys and keys <= {"model", "engine", "hardware"}:
         from mmrl.commands.model_doctor import examine_model

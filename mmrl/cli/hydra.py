@@ -33,8 +33,8 @@ from mmrl.errors import ConfigError, gathered, refuse
 from mmrl.secrets import environment_value
 from mmrl.system.conf import conf_dir, user_dirs
 
-Job = Callable[[Callable[[], dict[str, object]], Sequence[str]], float | None]
-"""Runs one job of Hydra's: given what composes its sections, and its words."""
+Job = Callable[[Sequence[str]], float | None]
+"""Runs one job of Hydra's, given its words."""
 
 
 def _env(*names: str) -> object:
@@ -138,7 +138,7 @@ def through_hydra(line: CommandLine, job: Job) -> None:
     GlobalHydra.instance().clear()
 
     def call(config: DictConfig) -> float | None:
-        return job(lambda: _sections("train", config), list(HydraConfig.get().overrides.task))
+        return job(list(HydraConfig.get().overrides.task))
 
     # A sweep goes to Hydra unexpanded: which sweeper takes it apart may be an override too.
     words = [force_override(override, value_text(override)) for override in line.overrides]

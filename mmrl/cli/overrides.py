@@ -76,7 +76,7 @@ def read_line(
         problems += find_repeated([*keys, *("experiment" for text in texts if text in NO_ROW)])
     prints = flags.cfg or ""
     line = CommandLine(
-        tuple(overrides), dict(command_pairs), tuple(positional), flags.multirun, flags.config_dir, prints
+        tuple(overrides), dict(command_pairs), tuple(positional), flags.multirun, flags.config_dir, tuple(words), prints
     )
     idle = ("hydra.run.", "hydra.mode.") if line.multirun else ("hydra.", "hydra/")
     problems += [

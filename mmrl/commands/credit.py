@@ -68,10 +68,22 @@ class Source:
     entries: Sequence[JsonObject] = ()
 
 
+def credited_calls(request: CreditRequest) -> list[dict[str, object]]:
+    """Return the credit of each call under each algorithm, with the fields of an entry."""
+    source, credits = _credited(request)
+    pairs = zip(request.algos, credits, strict=True)
+    records = [(credit.algo, _credit_json(algo, source.forest, credit)["calls"]) for algo, credit in pairs]
+    return [{"algo": algo, **call} for algo, calls in records for call in calls]
+
+
+def _credited(request: CreditRequest) -> tuple[Source, list[Credit]]:
+    source = Source(load_rollouts(request.rollouts)) if request.rollouts is not None else recorded_step(request)
+    return source, credit_all(request.algos, source, request.seed, request.user_keys)
+
+
 def credit_command(request: CreditRequest, as_json: bool) -> int:
     """Print the credit of each algorithm; 1 where it is to be what a journal has and is not."""
-    source = Source(load_rollouts(request.rollouts)) if request.rollouts is not None else recorded_step(request)
-    credits = credit_all(request.algos, source, request.seed, request.user_keys)
+    source, credits = _credited(request)
     if as_json:
         print(json_report(request.algos, source.forest, credits))
     else:
@@ -181,18 +193,24 @@ def unlike_journal(credit: Credit, recorded: Sequence[JsonObject]) -> str:
 
 def json_report(algos: Sequence[AlgoConfig], forest: Forest, credits: Sequence[Credit]) -> str:
     """Return an object, or a list for several algorithms: the contents of the table, and every token's numbers."""
-    records: list[JsonObject] = []
-    for algo, credit in zip(algos, credits, strict=True):
-        split, credited = minibatches(forest.examples, algo.minibatches), {entry.call for entry in credit.entries}
-        calls = []
-        for entry in credit.entries:
-            call = forest.calls[entry.call]
-            numbers = {field.name: getattr(entry, field.name) for field in fields(Entry) if field.name != "call"}
-            calls.append({"id": call.id, "module": call.module, "minibatch": split[call.example], **numbers})
-        without = [call for call in forest.calls if call not in credited]
-        facts = {"version": VERSION, "algo": credit.algo, "step": forest.step}
-        records.append({**facts, "calls": calls, "calls_without_entry": without})
+    records = [_credit_json(algo, forest, credit) for algo, credit in zip(algos, credits, strict=True)]
     return json.dumps(records[0] if len(records) == 1 else records, indent=1)
+
+
+def _credit_json(algo: AlgoConfig, forest: Forest, credit: Credit) -> JsonObject:
+    split, credited = minibatches(forest.examples, algo.minibatches), {entry.call for entry in credit.entries}
+    calls = []
+    for entry in credit.entries:
+        call = forest.calls[entry.call]
+        numbers = {field.name: getattr(entry, field.name) for field in fields(Entry) if field.name != "call"}
+        calls.append({"id": call.id, "module": call.module, "minibatch": split[call.example], **numbers})
+    return {
+        "version": VERSION,
+        "algo": credit.algo,
+        "step": forest.step,
+        "calls": calls,
+        "calls_without_entry": [call for call in forest.calls if call not in credited],
+    }
 
 
 def table(algos: Sequence[AlgoConfig], forest: Forest, credits: Sequence[Credit], width: int | None = None) -> str:

@@ -52,7 +52,7 @@ def doctor(config: TrainCommandConfig, examples: int, *, as_json: bool) -> int:
     hardware = config.hardware
     single = {"processes": 1, "nodes": 1, "sharding": "none", "cpu_offload": False, "ray": None}
     single |= {"rollout_devices": min(1, hardware.rollout_devices)}
-    config = settle(started(config).model_copy(update={"hardware": hardware.model_copy(update=single)}))
+    config = settle(started(config).model_copy(update={"hardware": hardware.model_copy(update=single)})).config
     check_model(config)
     probe = _probe(config, examples)
     findings = find(probe)

@@ -54,7 +54,7 @@ def examine_model(config: TrainCommandConfig, *, as_json: bool) -> None:
     propagate, log.propagate = log.propagate, False
     log.addHandler(notes)
     try:
-        found = _examined(settle(config))
+        found = _examined(settle(config).config)
     finally:
         log.removeHandler(notes)
         log.propagate = propagate

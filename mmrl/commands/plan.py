@@ -130,7 +130,7 @@ def make_plan(config: TrainCommandConfig, request: PlanArguments) -> Plan:
     # Counting from lengths needs the program, not the data: those of the mini world stand in for what is not here.
     task = build_task(config.task if examples else on_mini_world(config.task), config.seed)
     # From here on with torch, which takes seconds to load.
-    settled = settle(config, kind, planned=True)
+    settled = settle(config, kind, planned=True).config
     device = _device(settled.hardware, request.device, settled.model.matmul)
     problems = plan_problems(settled, task)
     modules = task.program.modules
@@ -189,8 +189,6 @@ def _device(hardware: HardwareConfig, name: str | None, matmul: str) -> Device:
 
 def problems_elsewhere(config: RootConfig) -> list[str]:
     """Return the problems of a run on another machine: without its data, weights, devices and servers."""
-    if stages := getattr(config, "stages", ()):
-        return [problem for stage in stages for problem in problems_elsewhere(stage)]
     try:
         task = build_task(on_mini_world(config.task), config.seed)
     except ConfigError as error:
@@ -200,7 +198,7 @@ def problems_elsewhere(config: RootConfig) -> list[str]:
     if config.kind.name == "eval":
         return problems + process_problems(cast("EvalCommandConfig", config))
     if config.kind.credit and not problems:
-        settled = settle(config, "cpu" if config.hardware.device == "cpu" else "cuda", planned=True)
+        settled = settle(config, "cpu" if config.hardware.device == "cpu" else "cuda", planned=True).config
         return plan_problems(cast("TrainCommandConfig", settled), task)
     return problems
 

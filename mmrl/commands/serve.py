@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,17 +36,13 @@ class ServeArguments(ServerArguments):
     name: str = Field("policy", min_length=1, description="the model's name in requests")
 
 
-def serve_policy(config: EvalCommandConfig, arguments: ServeArguments, user_keys: Collection[str]) -> None:
-    """Load a policy and serve it.
-
-    Args:
-        user_keys: keys of the config that the user set.
-    """
-    policy = _checked(config, user_keys)
+def serve_policy(config: EvalCommandConfig, arguments: ServeArguments) -> None:
+    """Load a policy and serve it."""
+    policy = _checked(config)
     token = read_token(arguments)
     # The model's own limit and not a task's; requests join a batch whenever they come.
     task = config.task.model_copy(update={"max_context": None})
-    config = settle(config.model_copy(update={"task": task}))
+    config = settle(config.model_copy(update={"task": task})).config
     if hasattr(config.engine, "schedule"):
         # Training waits for all programs so that batches repeat; here a request would wait for others that never
         # come.
@@ -97,7 +93,7 @@ def listen(app: FastAPI, arguments: ServerArguments, announce: str, *, grace_s: 
     print("stopped", file=sys.stderr)
 
 
-def _checked(config: EvalCommandConfig, user_keys: Collection[str]) -> Policy:
+def _checked(config: EvalCommandConfig) -> Policy:
     """Return the policy of a config that can be served.
 
     Raises:
@@ -106,10 +102,10 @@ def _checked(config: EvalCommandConfig, user_keys: Collection[str]) -> Policy:
     problems = [
         f"{key}: has no effect on mmrl serve; its keys are host, port, token_env, name and those of "
         f"{', '.join(SETTINGS)}"
-        for key in user_keys
+        for key in config.typed.keys
         if key.partition(".")[0] not in SETTINGS
     ]
-    if "engine.schedule" in user_keys:
+    if "engine.schedule" in config.typed.keys:
         problems.append("engine.schedule: has no effect on mmrl serve, where requests join a batch whenever they come")
     name = engine_name(config)
     if name == "openai" or config.engine.endpoints:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import date
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, SerializeAsAny, ValidationInfo, field_validator
 
 from mmrl.config.algo import ALGO_SCHEMAS, AlgoConfig
 from mmrl.config.base import MethodConfig, Section, Temperature, by_name, value_at
@@ -226,6 +226,16 @@ class Kind:
     """Why a command that takes other kinds cannot use such a run; `{folder}` is the run's."""
 
 
+@dataclass(frozen=True, slots=True)
+class Typed:
+    """What a user typed for a config."""
+
+    keys: tuple[str, ...] = ()
+    """Keys and groups that were set; those without effect are refused."""
+    command: tuple[str, ...] = ()
+    """The words of the command, or those that say the same as a call from Python; kept in the run directory."""
+
+
 class RootConfig(Section):
     """Sections of `train` and `eval`."""
 
@@ -239,6 +249,19 @@ class RootConfig(Section):
     eval: EvalConfig
     run: RunConfig
     plugins: tuple[str, ...] = Field((), description="packages imported first; they may add tasks and algorithms")
+
+    _typed: Typed = PrivateAttr(Typed())
+
+    @property
+    def typed(self) -> Typed:
+        """What was typed for it; no part of its content, but of every copy."""
+        return self._typed
+
+    def as_typed(self, typed: Typed) -> Self:
+        """Return a copy that says what was typed for it."""
+        copy = self.model_copy()
+        copy._typed = typed
+        return copy
 
     def in_folder(self, folder: str | None) -> Self:
         """Return a copy with this run directory; None: without one, as if left out."""

@@ -7,8 +7,9 @@ makes the part of it that is the same on every machine (`plan_problems`).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from mmrl import engines
 from mmrl.algorithms import ALGORITHMS
@@ -39,12 +40,18 @@ from mmrl.system.objects import imported
 from mmrl.tasks.base import Canonical, Task, continuing_modules
 from mmrl.trainer.settings import Settings
 
+ConfigT = TypeVar("ConfigT", bound=RootConfig)
 
-def check_all(configs: Sequence[RootConfig], user_keys: Collection[str] = ()) -> None:
-    """Check everything that can be wrong across sections, for all jobs at once.
 
-    Args:
-        user_keys: keys that the user set on the command line; those without effect are problems too.
+@dataclass(frozen=True, slots=True)
+class Checked(Generic[ConfigT]):
+    """A config that has passed `check_all`, now or before its run first started."""
+
+    config: ConfigT
+
+
+def check_all(configs: Sequence[ConfigT]) -> list[Checked[ConfigT]]:
+    """Check everything that can be wrong across sections, for all jobs at once; typed keys without effect are, too.
 
     Raises:
         ConfigError: with every problem.
@@ -55,9 +62,10 @@ def check_all(configs: Sequence[RootConfig], user_keys: Collection[str] = ()) ->
         problems.append("run.dir: the runs of a sweep need a directory each; leave run.dir out")
     for config in configs:
         with gathered(problems):
-            problems += [_with_source(problem, config, user_keys) for problem in check(config, user_keys)]
+            problems += [_with_source(problem, config, config.typed.keys) for problem in check(config)]
     # The runs of a sweep mostly have the same problems; each is listed once, in the order of its first run.
     refuse(dict.fromkeys(problems))
+    return [Checked(config) for config in configs]
 
 
 def _with_source(problem: str, config: RootConfig, user_keys: Collection[str]) -> str:
@@ -69,7 +77,7 @@ def _with_source(problem: str, config: RootConfig, user_keys: Collection[str]) -
     return f"{problem} (set by {choice}; {key}=VALUE changes it)" if choice else problem
 
 
-def check(config: RootConfig, user_keys: Collection[str] = ()) -> list[str]:
+def check(config: RootConfig) -> list[str]:
     """Return the problems of one config across its sections, data files included."""
     problems: list[str] = []
     if config.run.dir is not None:
@@ -89,7 +97,7 @@ def check(config: RootConfig, user_keys: Collection[str] = ()) -> list[str]:
     # Without a valid reward set the other options cannot be checked.
     elif not turns_missing(reward, credited, task):
         rewards = reward_set(task, reward, credited)
-        problems += without_effect(config, user_keys, rewards, task.absent_features, len(task.program.modules))
+        problems += without_effect(config, config.typed.keys, rewards, task.absent_features, len(task.program.modules))
     problems += task.server_problems() + across_sections(config) + endpoint_problems(config, task)
     problems += endpoints_away(config)
     if policy is None:

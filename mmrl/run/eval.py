@@ -15,9 +15,9 @@ from mmrl.models.merged import require_undamaged
 from mmrl.records import Example, Forest
 from mmrl.report.console import show_run
 from mmrl.run.build import build_task, check_policy, evaluated, evaluation_devices, fixed_engine, reward_set
-from mmrl.run.check import check_all, served
+from mmrl.run.check import Checked, check_all, served
 from mmrl.run.launch import released
-from mmrl.run.settle import refuse_edits, run_folder, settle, stored_config
+from mmrl.run.settle import refuse_edits, settle, stored_config
 from mmrl.stages.evaluate import (
     drop_failed,
     evaluate,
@@ -36,27 +36,30 @@ from mmrl.system.stop import stoppable
 from mmrl.tasks.base import Task
 
 
-def evaluate_policy(config: EvalCommandConfig, command: Sequence[str]) -> int:
-    """Run `mmrl eval`: evaluate a policy on a task's split; per-item results are stored, so a stopped one continues."""
-    folder = run_folder(config.run.dir, config.task.name, "eval")
-    config = settle(config.in_folder(folder))
+def evaluate_policy(checked: Checked[EvalCommandConfig]) -> Path:
+    """Run `mmrl eval`: evaluate a policy on a task's split. Returns the directory with the results of each item."""
+    settled = settle(checked.config)
+    config = settled.config
+    # Before a folder is made: a policy that cannot be had must leave none behind.
     if needs_model(config.engine.name) and (note := check_policy(served(config), config)):
         print(f"warning: {note}", file=sys.stderr)
-    with RunDir.create(folder, config.model_dump(mode="json"), command) as rundir:
-        return _evaluate(config, rundir)
+    settled = settled.in_folder("eval")
+    with RunDir.create(settled.folder, settled.config.model_dump(mode="json"), config.typed.command) as rundir:
+        _evaluate(settled.config, rundir)
+    return settled.folder
 
 
-def resume_evaluation(folder: Path) -> int:
+def resume_evaluation(folder: Path) -> None:
     """Continue a stopped `mmrl eval`: items already evaluated stay, those with an infrastructure failure run again."""
     config = stored_config(folder, EvalCommandConfig)
     refuse_edits(folder, config)
     with RunDir.open(folder, command=["mmrl", "eval", f"resume={folder}"]) as rundir:
         with located(f"{folder}/config.yaml: "):
             check_all([config.in_folder(None)])  # its own directory is full, which must not count
-        return _evaluate(config, rundir)
+        _evaluate(config, rundir)
 
 
-def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
+def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> None:
     import torch
 
     torch.set_num_threads(config.hardware.threads or 1)
@@ -80,7 +83,6 @@ def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> int:
         unstarted = len(examples[: config.eval.items]) - len(items)
         skipped = f"; {unstarted} items were not begun" if unstarted else ""
         raise TooManyFailures(f"{failure}{skipped}; once that is mended: {_resume(rundir.path)}")
-    return 0
 
 
 def unsuited(policy: str, facts: Mapping[str, object]) -> dict[str, str]:

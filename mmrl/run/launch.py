@@ -23,6 +23,7 @@ from mmrl.errors import ENDED, ConfigError, ProcessLost
 from mmrl.system.child_process import end_with_parent, free_port
 from mmrl.system.files import JsonObject
 from mmrl.system.processes import launched
+from mmrl.system.stop import of_this_thread
 from mmrl.tasks.base import Task
 
 JOB = "MMRL_JOB"
@@ -179,7 +180,11 @@ def forward_signals(workers: Sequence[psutil.Popen]) -> Iterator[list[int]]:
                 worker.send_signal(number)
 
     # Installed once all workers are there: a signal before that ends this process, and they end with it.
-    before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {}
+    if (stop := of_this_thread()) is not None:
+        stop.forward = forward
+    else:
+        before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield signals
     finally:

@@ -1,6 +1,6 @@
-"""Run of `mmrl train`, whatever improves its policy: check, settle, build, evaluate, improve, evaluate, summarise.
+"""Run of `mmrl train`, whatever improves its policy: settle, build, evaluate, improve, evaluate, summarise.
 
-Called by `cli` once `check` has passed. Every process of a run goes this way; the main one writes and prints.
+Every process of a run goes this way; the main one writes and prints.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from mmrl.config import (
     RunConfig,
     StageConfig,
     TrainCommandConfig,
+    Typed,
     WeightsConfig,
     validate_stored,
 )
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, ProcessLost, continue_with, located, storage
 from mmrl.run.build import build_stage, build_task, check_model, evaluated, steps_of
-from mmrl.run.check import check_all
+from mmrl.run.check import Checked, check_all
 from mmrl.run.checkup import check_before_training
 from mmrl.run.launch import must_start, released, start, wrapping
 from mmrl.run.ray_launch import start_on_ray
-from mmrl.run.settle import import_plugins, refuse_edits, run_folder, settle, stored_config
+from mmrl.run.settle import Settled, import_plugins, refuse_edits, settle, stored_config
 from mmrl.run.start import config_of_resumed, keep_start, started
 from mmrl.stages import Stage
 from mmrl.store.journal import read_step
@@ -57,52 +58,45 @@ def resume(folder: Path) -> int:
     """Continue a stopped or killed run, to the numbers that it would have had. Returns the exit code."""
     config = stored_config(folder, StageConfig)
     refuse_edits(folder, config)
-    config = config_of_resumed(config, folder)
-    return begin(config, ["mmrl", "train", f"resume={folder}"], resumed=True)
+    parent_found = config_of_resumed(config, folder).as_typed(Typed(command=("mmrl", "train", f"resume={folder}")))
+    return begin(Checked(parent_found), resumed=True)[1]
 
 
-def begin(config: StageConfig, command: Sequence[str], resumed: bool = False) -> int:
-    """Start a checked run, or continue the one in `run.dir`. Returns the exit code.
-
-    Args:
-        command: what was typed, for the run directory.
-        resumed: continue from where it was.
-    """
-    config = started(config)
-    keep_start(config)
-    credited = config.kind.credit
+def begin(checked: Checked[StageConfig], resumed: bool = False) -> tuple[Path, int]:
+    """Start a run, or continue the one in `run.dir`. Returns its directory and the exit code."""
+    inherited = started(checked.config)
+    keep_start(inherited)
+    credited = inherited.kind.credit
     # A process that a launcher has started, Ray too, joins the others below.
-    on_ray = credited and config.hardware.ray is not None and launched() is None
-    config = settle(config, ray_cluster.connect(config.hardware) if on_ray else None)
+    on_ray = credited and inherited.hardware.ray is not None and launched() is None
+    settled = settle(inherited, ray_cluster.connect(inherited.hardware) if on_ray else None)
     if on_ray:
-        ray_cluster.refuse_cluster(config)
+        ray_cluster.refuse_cluster(settled.config)
     # Before a folder is made: a model that cannot be had must leave none behind. A run that is continued has had it.
     if not resumed:
-        check_model(config)
-    hardware = config.hardware
+        check_model(settled.config)
+    hardware = settled.config.hardware
     # Several processes and no launcher: this one only starts them and waits, so it must not join them.
     starts = credited and (on_ray or must_start(hardware.processes, hardware.nodes))
-    processes = _join(hardware, config.engine) if credited and not starts else ALONE
+    processes = _join(hardware, settled.config.engine) if credited and not starts else ALONE
     if processes.main:  # or every process of a launcher would make a folder of its own
-        suffix = f"_s{config.seed}"
-        config = config.in_folder(run_folder(config.run.dir, config.task.name, config.algo.name, suffix=suffix))
+        settled = settled.in_folder(inherited.algo.name, suffix=f"_s{inherited.seed}")
     # The processes of other machines may settle to other threads; the main one's config is the run's.
-    config = processes.first(config)
-    stored, folder = plain(config.model_dump(mode="json")), config.run.dir
-    assert folder is not None
+    settled = processes.first(settled)
+    stored, folder, command = plain(settled.config.model_dump(mode="json")), settled.folder, inherited.typed.command
     if starts:
         job = {"config": stored, "command": list(command), "resumed": resumed}
-        return (start_on_ray if on_ray else start)(job, hardware, folder)
+        return folder, (start_on_ray if on_ray else start)(job, hardware, str(folder))
     with _opened(folder, stored, command, processes, resumed) as rundir:
-        checkpoint = processes.first(_rewind(config, rundir) if resumed and processes.main else None)
+        checkpoint = processes.first(_rewind(settled.config, rundir) if resumed and processes.main else None)
         # It was killed while its report was drawn, which alone is missing.
         if checkpoint is not None and processes.first(bool(rundir.summary)):
             if processes.main:
                 from mmrl.report.html import report_run
 
                 print(f"report         {report_run(rundir.path)}")
-            return 0
-        return session(config, rundir, checkpoint, processes)
+            return folder, 0
+        return folder, session(settled, rundir, checkpoint, processes)
 
 
 def _rewind(config: StageConfig, rundir: RunDir) -> Path | None:
@@ -188,7 +182,8 @@ def work(job: JsonObject) -> int:
     """Begin or continue a run in one of the processes that `start` has started."""
     import_plugins(job["config"].get("plugins", ()))
     try:
-        return begin(validate_stored(TrainCommandConfig, job["config"]), job["command"], job["resumed"])
+        config = validate_stored(TrainCommandConfig, job["config"]).as_typed(Typed(command=tuple(job["command"])))
+        return begin(Checked(config), job["resumed"])[1]
     except RuntimeError as error:
         if not lost_a_process(error):
             raise
@@ -208,7 +203,7 @@ def _join(hardware: HardwareConfig, engine: EngineConfig) -> Processes:
 
 @contextmanager
 def _opened(
-    folder: str, config: JsonObject, command: Sequence[str], processes: Processes, resumed: bool
+    folder: Path, config: JsonObject, command: Sequence[str], processes: Processes, resumed: bool
 ) -> Iterator[RunDir]:
     """Open the directory of a run, new or continued, locked by the main process.
 
@@ -268,8 +263,11 @@ def step_number(checkpoint: Path | None) -> int:
     return int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0
 
 
-def session(config: StageConfig, rundir: RunDir, checkpoint: Path | None, processes: Processes = ALONE) -> int:
+def session(
+    settled: Settled[StageConfig], rundir: RunDir, checkpoint: Path | None, processes: Processes = ALONE
+) -> int:
     """Build the stage, evaluate, improve, evaluate, report."""
+    config = settled.config
     # Imported here: numpy and rich are slow to load, and a refused config should not wait for them.
     from mmrl.report.console import finish
     from mmrl.report.progress import Progress

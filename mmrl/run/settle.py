@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 from mmrl.config import (
     EvalCommandConfig,
@@ -48,7 +49,25 @@ def import_plugins(packages: Collection[str]) -> None:
         import_module("plugins", package)
 
 
-def settle(config: ConfigT, device: str | None = None, planned: bool = False) -> ConfigT:
+@dataclass(frozen=True, slots=True)
+class Settled(Generic[ConfigT]):
+    """A config with all that depends on this machine: what a run is built from, and its directory keeps."""
+
+    config: ConfigT
+
+    def in_folder(self, *below: str, suffix: str = "") -> Settled[ConfigT]:
+        """Return a copy with the run directory: the user's, else a new one (`run_folder`)."""
+        folder = run_folder(self.config.run.dir, self.config.task.name, *below, suffix=suffix)
+        return Settled(self.config.in_folder(folder))
+
+    @property
+    def folder(self) -> Path:
+        """The run directory."""
+        assert self.config.run.dir is not None
+        return Path(self.config.run.dir)
+
+
+def settle(config: ConfigT, device: str | None = None, planned: bool = False) -> Settled[ConfigT]:
     """Fix what depends on this machine (device, threads, engine), so that a resume repeats it.
 
     A settled config is settled to itself, so a run that is continued goes through here as well: its GPUs may be gone.
@@ -83,7 +102,7 @@ def settle(config: ConfigT, device: str | None = None, planned: bool = False) ->
         "engine": config.engine.model_copy(update={"name": engine}),
         "model": model.model_copy(update={"date": model.date or day}),
     }
-    return config.model_copy(update=update)
+    return Settled(config.model_copy(update=update))
 
 
 def module_assignment(config: WeightRunConfig, modules: Sequence[str]) -> ModuleAssignment:

@@ -22,8 +22,10 @@ from mmrl.tasks.prompts import prompts_file
 ConfigT = TypeVar("ConfigT", bound=StageConfig)
 
 
-def sections_of(run: Path) -> JsonObject:
-    """Return `model` and `task` of a run, which a run that starts from it takes over where the user sets nothing else.
+def sections_of(run: Path, typed: Collection[str]) -> JsonObject:
+    """Return `model`, `task` and `plugins` of a run, which a run that starts from it takes over unless they are typed.
+
+    The plugins are imported.
 
     Raises:
         ConfigError: it is no training run.
@@ -34,8 +36,37 @@ def sections_of(run: Path) -> JsonObject:
         raise ConfigError(f"from: {error}") from None
     if "policy" in stored:
         raise ConfigError(f"from: {run} is an evaluation, which makes no policy; expected a run of mmrl train")
-    sections = {name: as_tuples(stored.get(name)) for name in ("model", "task")}
-    return {name: section for name, section in sections.items() if isinstance(section, dict)}
+    sections = {name: as_tuples(stored.get(name)) for name in ("model", "task") if name not in typed}
+    sections = {name: section for name, section in sections.items() if isinstance(section, dict)}
+    if (packages := packages_of(stored)) and "plugins" not in typed:
+        announce_code(run, sections, packages, program=True)
+        import_plugins(packages)
+        sections["plugins"] = tuple(packages)
+    return sections
+
+
+def inherit(raw: Mapping[str, object], run: Path, sections: JsonObject, typed: Collection[str]) -> JsonObject:
+    """Return a job that starts from a run, with the sections of that run and what the user set in them.
+
+    Args:
+        raw: the job, composed.
+        sections: of `sections_of`.
+
+    Raises:
+        ConfigError: prompts beside those of the run's policy.
+    """
+    inherited = {**raw, **sections, "start": {"run": str(run)}}
+    for name in sections.keys() & {"model", "task"}:
+        inherited[name] = with_overrides(sections[name], raw, typed, name)
+    if "model" in sections and (path := value_at(raw, "model.path")) is not None:
+        # The path of a run that has itself started from another is no setting; the policy's weights take its place.
+        inherited["model"]["path"] = path
+    if policy_of_run(run).prompts is not None and "task.prompts" in typed:
+        raise ConfigError(
+            f"task.prompts: has no effect with from={run}, whose policy has prompts of its own; leave it out, or take "
+            f"its weights alone: mmrl export {run} out=FOLDER, then model.path=FOLDER"
+        )
+    return inherited
 
 
 def with_overrides(

@@ -233,7 +233,7 @@ def _run(
         for run in first:
             if run.after is None or run.command == "train":
                 with gathered(problems):
-                    check_all([run.config.in_folder(None)], [word.partition("=")[0].lstrip("+~") for word in run.words])
+                    check_all([run.config.in_folder(None)])
         refuse(dict.fromkeys(problems))
 
     queue = RunQueue(plan.queue, at_once, config_dir, lambda: redraw(page, out), launcher)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,7 +14,7 @@ from mmrl.config import RootConfig, StageConfig
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, gathered, print_error, refuse
 from mmrl.report.stats import number
 from mmrl.report.text import align
-from mmrl.run.check import check_all
+from mmrl.run.check import Checked, check_all
 from mmrl.run.session import begin, resume
 from mmrl.run.settle import config_changes, run_folder
 from mmrl.sets.found import set_of_run_dirs
@@ -33,8 +33,6 @@ Drive = Callable[[Job], None]
 
 def sweep(
     configs: Sequence[StageConfig],
-    user_keys: Collection[str],
-    command: Sequence[str],
     drive: Drive,
     *,
     searched: bool = False,
@@ -47,8 +45,6 @@ def sweep(
 
     Args:
         configs: of the jobs, or, where `searched`, some that lie within what the sweeper will try.
-        user_keys: keys that the user set.
-        command: what was typed.
         drive: the sweeper.
         searched: the sweeper chooses the jobs' values as it goes (optuna), so their number is not known here.
 
@@ -59,7 +55,7 @@ def sweep(
     # Directories of an earlier start of the same sweep are not empty, which `check_all` would refuse; and of a search
     # the configs stand for values that are not known yet.
     separate = searched or len(folders) == len(configs)
-    check_all([config.in_folder(None) for config in configs] if separate else configs, user_keys)
+    check_all([config.in_folder(None) for config in configs] if separate else configs)
     problems: list[str] = []
     for folder, config in ({} if searched else folders).items():
         with gathered(problems):
@@ -71,7 +67,7 @@ def sweep(
     with TemporaryDirectory(dir="outputs", prefix=".sweep-") as scratch:
         results = Path(scratch).absolute()
         try:
-            drive(partial(_sweep_job, results, tuple(command), None if searched else len(configs), day))
+            drive(partial(_sweep_job, results, None if searched else len(configs), day))
         except ValueError as error:
             # Optuna's sweeper asks for the best trial at its end; where all have failed there is none. A launcher that
             # cannot start leaves no result.
@@ -107,7 +103,7 @@ def _show(folders: Sequence[Path]) -> None:
         print(f"the runs are not shown side by side: {error}", file=sys.stderr)
 
 
-def _sweep_job(results: Path, command: Sequence[str], jobs: int | None, day: str, build: Build) -> float | None:
+def _sweep_job(results: Path, jobs: int | None, day: str, build: Build) -> float | None:
     """Run a job of a sweep, in this process or in one that a launcher has started. Returns its main metric."""
     folder, created = "", False
     try:
@@ -126,7 +122,7 @@ def _sweep_job(results: Path, command: Sequence[str], jobs: int | None, day: str
             print(f"finished before, kept: {folder}")
             code = 0
         else:
-            code = resume(Path(folder)) if state == "unfinished" else begin(config, command)
+            code = resume(Path(folder)) if state == "unfinished" else begin(Checked(config))[1]
     except MmrlError as error:
         print_error(error)
         code = error.exit_code

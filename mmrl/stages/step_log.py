@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import psutil
 
 from mmrl.credit.entries import Entry
-from mmrl.errors import OWN_CODE, Stopped
+from mmrl.errors import OWN_CODE
 from mmrl.records import Example, Forest
 from mmrl.report.advice import ADVICE, FAILURES
 from mmrl.report.html import try_report
@@ -69,7 +69,7 @@ class StepLog:
     def obey_stop(self) -> None:
         """Raise `Stopped` if any process is to end. A collective, between two steps: all stop at one point."""
         if any(self.processes.gather(self.stop.requested)):
-            raise Stopped
+            self.stop.end()
 
     @contextmanager
     def sampling(self) -> Iterator[None]:

@@ -23,6 +23,9 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Generic, ParamSpec, TypeVar
 
+from mmrl.errors import Stopped
+from mmrl.system.stop import look
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -31,7 +34,7 @@ STOP_S = 10.0
 EXIT_S = 5.0
 """Time in which what still runs on a loop may clean up when the process ends."""
 LOOK_S = 0.2
-"""Longest pause in which a thread does not notice that another one has raised an exception in it (a stop button)."""
+"""Longest pause in which a thread does not notice that it is to end (`system.stop.look`, a stop button)."""
 
 _LOCK = threading.Lock()
 _THREADS: dict[asyncio.AbstractEventLoop, int] = {}
@@ -133,8 +136,9 @@ class Job(Generic[T]):
         try:
             while not outcome.done():
                 await asyncio.wait([outcome], timeout=LOOK_S)
+                look()
             return outcome.result()
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, Stopped):
             if not outcome.done():
                 self.cancel()
                 await asyncio.wait([outcome], timeout=patience_s)

@@ -1,4 +1,7 @@
-"""Ending a run from outside: by SIGTERM, at once where nothing is lost by it, after the step elsewhere."""
+"""Ending a run from outside: at once where nothing is lost by it, after the step elsewhere.
+
+By SIGTERM; of a run in a thread (`system.notebook`) by a flag, which the thread looks at where it waits for rollouts.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,20 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import NoReturn
 
 from mmrl.errors import Stopped
 
 
 class Stop:
-    """A request that this process ends, and whether it may end right now."""
+    """A request that this process, or a run in a thread of it, ends, and whether it may end right now."""
 
     def __init__(self) -> None:
         self.requested = False
+        self.forward: Callable[[int, None], None] | None = None
+        """Passes a request on to processes that the thread waits for."""
         self._held = False
+        self._raised = False
         self._timer: threading.Timer | None = None
 
     def ask(self, number: int, frame: object) -> None:
@@ -25,7 +32,18 @@ class Stop:
         # Once: schedulers and parents repeat the signal, which must not break what is being saved or closed.
         first, self.requested = not self.requested, True
         if first and not self._held:
-            raise Stopped
+            self.end()
+
+    def request(self) -> None:
+        """Ask a run in another thread to end."""
+        self.requested = True
+        if self.forward is not None:
+            self.forward(signal.SIGTERM, None)
+
+    def end(self) -> NoReturn:
+        """Raise `Stopped`; while what runs is being closed, `look` does not raise it again."""
+        self._raised = True
+        raise Stopped
 
     def swallowed(self, number: int) -> None:
         """Signal once more after a signal during a destructor, where Python drops exceptions."""
@@ -56,10 +74,35 @@ class Stop:
         self._held = False
         try:
             if self.requested:
-                raise Stopped
+                self.end()
             yield
         finally:
             self._held = True
+
+
+_THREAD = threading.local()
+"""`stop` of a thread that has one."""
+
+
+@contextmanager
+def obeying(stop: Stop) -> Iterator[None]:
+    """Let a run in this thread obey `stop`: no signal is handled outside of the main thread."""
+    _THREAD.stop = stop
+    try:
+        yield
+    finally:
+        del _THREAD.stop
+
+
+def of_this_thread() -> Stop | None:
+    """Return what this thread obeys."""
+    return getattr(_THREAD, "stop", None)
+
+
+def look() -> None:
+    """Raise `Stopped` where this thread has been asked to end and may end right now, once."""
+    if (stop := of_this_thread()) is not None and stop.requested and not (stop._held or stop._raised):
+        stop.end()
 
 
 @contextmanager
@@ -101,7 +144,7 @@ def stoppable(in_a_group: bool = False) -> Iterator[Stop]:
     try:
         handlers = {signal.SIGTERM: signal.signal(signal.SIGTERM, stop.ask)}
     except ValueError:  # not the main thread: someone else handles signals
-        yield stop
+        yield of_this_thread() or stop
         return
     # A second Ctrl-C, which the parent passes on too, would break the cleaning up that the first one began.
     if in_a_group:

@@ -76,7 +76,7 @@ def _evaluation_hours(config: EvalCommandConfig, items: int | None) -> tuple[flo
     if not (known := [limit for limit in limits if limit is not None]):
         raise ConfigError("eval.items: null, and nobody has counted the split; set it, or items in the table's file")
     shape, on_cpu = shape_of(config.model), config.hardware.device == "cpu"
-    settled = settle(config, "cpu" if on_cpu else "cuda", planned=True)
+    settled = settle(config, "cpu" if on_cpu else "cuda", planned=True).config
     modules = build_task(on_mini_world(config.task), config.seed).program.modules
     rollout = declared_rollout(settled, modules, {}, settled.engine.endpoints or ())
     machine = device("cpu" if on_cpu else "h100", settled.hardware.threads or 1, settled.model.matmul)

@@ -37,7 +37,7 @@ def test_a_job_that_a_launcher_lost_is_counted_as_not_finished(monkeypatch, tmp_
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(configs, "swept", only_the_first)
     monkeypatch.setattr("mmrl.sets.sweep.check_all", lambda *_: None)
-    monkeypatch.setattr("mmrl.sets.sweep.begin", lambda config, command: 0)
+    monkeypatch.setattr("mmrl.sets.sweep.begin", lambda checked: (tmp_path, 0))
     assert main(["train", "-m", "seed=1,2"]) == 1
     said = capsys.readouterr()
     assert "-- job 1 of 2: algo=mhgpo_rr task=hotpotqa seed=1" in said.out
@@ -57,7 +57,12 @@ def test_a_sweep_with_folders_of_its_own_keeps_what_is_finished_and_continues_th
                 run.write_summary({"main_metric": "f1"})
                 (run.path / "report.html").write_text("<html></html>")
     done = []
-    monkeypatch.setattr("mmrl.sets.sweep.begin", lambda config, command: done.append(("train", config.run.dir)) or 0)
+
+    def begin(checked):
+        done.append(("train", checked.config.run.dir))
+        return tmp_path, 0
+
+    monkeypatch.setattr("mmrl.sets.sweep.begin", begin)
     monkeypatch.setattr("mmrl.sets.sweep.resume", lambda folder: done.append(("resume", str(folder))) or 0)
     assert main(words) == 0
     assert done == [("resume", "runs/s1"), ("train", "runs/s2")]

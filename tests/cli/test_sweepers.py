@@ -10,11 +10,12 @@ from mmrl.store.rundir import RunDir
 def plays(score):
     """Stands for a training run whose main metric after training is `score(config)`."""
 
-    def train(config, command):
-        with RunDir.create(config.run.dir, config.model_dump(mode="json"), command) as run:
+    def train(checked):
+        config = checked.config
+        with RunDir.create(config.run.dir, config.model_dump(mode="json"), config.typed.command) as run:
             compared = {"f1": {"before": 0.1, "after": score(config)}}
             run.write_summary({"main_metric": "f1", "comparison": compared, "split": "dev"})
-        return 0
+        return run.path, 0
 
     return train
 
@@ -67,7 +68,7 @@ def test_a_search_of_four_trials_goes_where_the_metric_is_best(optuna, quick, tm
 
 
 def test_a_search_in_which_every_trial_fails_says_so_and_is_no_traceback(optuna, quick, tmp_path, capsys):
-    def fails(config, command):
+    def fails(checked):
         raise ConfigError("model.path: no weights")
 
     quick.setattr("mmrl.sets.sweep.begin", fails)

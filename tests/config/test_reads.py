@@ -40,7 +40,7 @@ from mmrl.engines.vllm.base import PROBE, probe_logprobs
 from mmrl.models.chat import render_prompt
 from mmrl.models.load import load_model, load_tokenizer
 from mmrl.run import build
-from mmrl.run.check import check_all
+from mmrl.run.check import Checked, check_all
 from mmrl.run.eval import evaluate_policy
 from mmrl.run.session import begin
 from mmrl.system.conf import later_wins
@@ -245,11 +245,10 @@ def run(words: str, folder: Path, places: Mapping[str, str]) -> set[Key]:
         typed = [word.replace(name, place) for word in typed]
     typed = later_wins([*SMALL, *(STEP if command in ("rl", "sft") else ()), *typed, f"run.dir={folder}"])
     line = read_line(typed, command_keys=("from",))
-    (config,) = (eval_configs if command == "eval" else train_configs)(line)
+    checked = Checked((eval_configs if command == "eval" else train_configs)(line)[0])
     build._TASKS.clear()  # a task is built once for equal sections
     with reads() as seen:
-        code = (evaluate_policy if command == "eval" else begin)(config, ["mmrl"])
-    assert code == 0
+        assert evaluate_policy(checked) if command == "eval" else begin(checked)[1] == 0
     return seen
 
 
@@ -306,7 +305,7 @@ def test_the_tracker_finds_a_key_that_is_accepted_and_never_read(tmp_path: Path)
     config = configured([*SMALL, *STEP, "algo=grpo", "task=qa_direct", f"run.dir={tmp_path / 'run'}"])
     config = config.model_copy(update={"train": Wider.model_validate({**dict(config.train), "unheard": 2})})
     with reads() as seen:
-        check_all([config])
+        (checked,) = check_all([config])
         assert (Wider, "staleness") not in seen, "a check is no effect"
         copy = Wider.model_validate(config.train.model_dump())
         assert copy == config.train and repr(copy) and hash(copy) and copy.model_dump_json()
@@ -314,5 +313,5 @@ def test_the_tracker_finds_a_key_that_is_accepted_and_never_read(tmp_path: Path)
         assert not seen
         with_model(OpenAIConfig(), "m")
         assert seen == {(OpenAIConfig, "endpoint")}, "validators of what mmrl makes of it read the other keys"
-        assert begin(config, ["mmrl"]) == 0
+        assert begin(checked)[1] == 0
     assert [key for _, (kind, key) in leaves("rl", Wider) if (kind, key) not in seen] == ["unheard"]

@@ -94,11 +94,11 @@ def nothing_runs() -> Iterator[None]:
 
 
 _STAND_INS: Mapping[str, object] = {
-    "mmrl.run.session.begin": 0,
-    "mmrl.sets.sweep.begin": 0,
-    "mmrl.run.eval.evaluate_policy": 0,
-    "mmrl.run.eval.resume_evaluation": 0,
-    "mmrl.run.check.check_all": None,
+    "mmrl.run.session.begin": (Path(), 0),
+    "mmrl.sets.sweep.begin": (Path(), 0),
+    "mmrl.run.eval.evaluate_policy": Path(),
+    "mmrl.run.eval.resume_evaluation": None,
+    "mmrl.run.check.check_all": [None],
     "mmrl.sets.sweep.check_all": None,
     "mmrl.sets.command.check_all": None,
     "mmrl.sets.command.RunQueue.run": 0,

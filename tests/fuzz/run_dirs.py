@@ -78,7 +78,7 @@ def finding(run_dir: Path, draw: st.DrawFn) -> str | None:
         before = _contents(copy)
         for command in draw(st.permutations(COMMANDS))[:3]:
             # A run that can be continued would be.
-            with mock.patch("mmrl.run.session.begin", lambda *_, **__: 0):
+            with mock.patch("mmrl.run.session.begin", lambda *_, **__: (copy, 0)):
                 if wrong := call([word.format(run=copy) for word in command], here):
                     return f"{what}\n  {wrong}"
         return None if _contents(copy) == before else f"{what}\n  a command that only looks has changed the run"

@@ -16,7 +16,7 @@ def refused(*words, command="train"):
     """What is said of a command line before anything loads; nothing where it is accepted."""
     try:
         line = read_line(words)
-        check_all(train_configs(line) if command == "train" else eval_configs(line), line.keys)
+        check_all(train_configs(line) if command == "train" else eval_configs(line))
     except ConfigError as error:
         return list(error.problems)
     return []

@@ -19,11 +19,13 @@ import pytest
 
 from mmrl.cli import main
 from mmrl.errors import CheckpointError, ConfigError, MmrlError
-from mmrl.optimize import MMRL, _outside_of_loops, _split, load
+from mmrl.optimize import MMRL, _split, load
 from mmrl.run import build
 from mmrl.store.rundir import RunDir
 from mmrl.system import objects
+from mmrl.system.notebook import outside_of_loops
 from mmrl.system.objects import register
+from mmrl.system.stop import look
 from mmrl.tasks.dspy import notices
 from mmrl.tasks.mini.examples import mini_records
 from tests.helpers import TOP
@@ -237,6 +239,7 @@ def test_a_run_that_stopped_is_continued_with_the_same_objects(
 
 STEPS: dict[str, Any] = SETTINGS | {
     "train": {"steps": 1, "batch_size": 2, "save_every": 1},
+    "eval": {"bootstrap": 100},
     "miprov2": {"algo": {"auto": None, "num_candidates": 2, "num_trials": 2, "prompt_max_tokens": 16}},
     "mmgrpo.algo.rollouts": 2,
 }
@@ -345,20 +348,22 @@ def test_data_that_are_no_records_are_named(value: object, says: str) -> None:
 
 
 def test_the_stop_button_of_a_notebook_ends_the_run_below_it() -> None:
-    """Ctrl-C reaches the thread of the run as it would reach the command, and the cell ends with it."""
+    """Ctrl-C asks the thread of the run to end, once, and the cell ends with it."""
     ended = []
 
     def work() -> None:
         try:
             while True:
                 time.sleep(0.005)
+                look()
         except KeyboardInterrupt:
+            look()
             ended.append(threading.current_thread().name)
             raise
 
     async def cell() -> None:
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
-        _outside_of_loops(work)
+        outside_of_loops(work)
 
     with pytest.raises(KeyboardInterrupt):
         asyncio.run(cell())

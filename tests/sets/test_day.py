@@ -34,7 +34,7 @@ def test_no_day_is_whichever_a_run_began_on(stored: str | None, asked: str | Non
 
 
 def test_a_run_stores_the_day_of_its_start_and_keeps_it() -> None:
-    settled = settle(configured(["task=hotpotqa"]))
+    settled = settle(configured(["task=hotpotqa"])).config
     assert settled.model.date == date.today().isoformat()
     kept = settled.model_copy(update={"model": settled.model.model_copy(update={"date": "2024-02-29"})})
-    assert settle(kept).model.date == "2024-02-29"
+    assert settle(kept).config.model.date == "2024-02-29"

@@ -12,6 +12,7 @@ from contextvars import copy_context
 from typing import Any, TypeVar
 
 from mmrl.system.portal import LOOK_S, STOP_S, Job, rollout_loop
+from mmrl.system.stop import look
 
 T = TypeVar("T")
 
@@ -35,8 +36,9 @@ class Loop:
         with ThreadPoolExecutor(1) as thread:
             done = thread.submit(copy_context().run, function)
             try:
-                while not done.done():  # with pauses, in which a notebook's stop button is noticed
+                while not done.done():
                     futures.wait([done], LOOK_S)
+                    look()
                 # Whatever DSPy has made of it.
                 if self.failure is not None:
                     raise self.failure
