@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
 
 from pydantic import Field
 from rich.console import Console
@@ -16,16 +15,14 @@ from rich.console import Console
 from mmrl.config import TrainCommandConfig
 from mmrl.config.base import Section
 from mmrl.report.doctor import Played, as_object, find, report
-from mmrl.run.build import build_stage, build_task, check_model
+from mmrl.run.build import build_task, check_model
 from mmrl.run.checkup import examined
+from mmrl.run.kinds import build_stage
 from mmrl.run.launch import released
 from mmrl.run.settle import settle
 from mmrl.run.start import started
 from mmrl.stages.step_log import StepLog
 from mmrl.system.files import dumps, plain
-
-if TYPE_CHECKING:
-    from mmrl.stages.weights import WeightStage
 
 
 class DoctorArguments(Section):
@@ -68,6 +65,7 @@ def doctor(config: TrainCommandConfig, examples: int, *, as_json: bool) -> int:
 def _played(config: TrainCommandConfig, examples: int) -> Played:
     from mmrl.report.progress import Progress
     from mmrl.report.trackers import Trackers
+    from mmrl.stages.weights import WeightStage
     from mmrl.store.rundir import RunDir
     from mmrl.system.stop import stoppable
 
@@ -81,7 +79,8 @@ def _played(config: TrainCommandConfig, examples: int) -> Played:
         released(task),
     ):
         log = StepLog(rundir=rundir, progress=progress, trackers=Trackers({}), stop=stop)
-        stage = cast("WeightStage", build_stage(config, task, log))
+        stage = build_stage(config, task, log)
+        assert isinstance(stage, WeightStage)
         try:
             return examined(stage, examples)
         finally:

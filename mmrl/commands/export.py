@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
+from mmrl.config import WeightsConfig
 from mmrl.config.base import Section
 from mmrl.errors import CheckpointError, ConfigError, storage
 from mmrl.models.hub import licence_of
@@ -24,7 +25,7 @@ from mmrl.report.card import CardFacts, is_hub_id, model_card, shorten_path, sni
 from mmrl.report.overview import Overview, damage_named
 from mmrl.report.stats import series
 from mmrl.run.build import build_task
-from mmrl.run.settle import WeightRunConfig, announce_code, module_assignment, weight_run
+from mmrl.run.settle import announce_code, module_assignment, weight_run
 from mmrl.store.policy import EXTRA, INITIAL, Policy, checkpoint_step, complete_checkpoints, resolve
 from mmrl.store.rundir import RunDir
 from mmrl.system.files import atomic_dir, dumps, user_path
@@ -143,7 +144,7 @@ def select_checkpoint(overview: Overview, text: str) -> Path:
     return checkpoints[step]
 
 
-def choose(policy: Policy, config: WeightRunConfig, request: ExportArguments, modules: Sequence[str]) -> Choice:
+def choose(policy: Policy, config: WeightsConfig, request: ExportArguments, modules: Sequence[str]) -> Choice:
     """Choose what is exported: as asked for, else as the policy has it.
 
     Args:
@@ -179,7 +180,7 @@ def choose(policy: Policy, config: WeightRunConfig, request: ExportArguments, mo
 
 
 def _write(
-    folder: Path, request: ExportArguments, run: RunDir, config: WeightRunConfig, checkpoint: Path, choice: Choice
+    folder: Path, request: ExportArguments, run: RunDir, config: WeightsConfig, checkpoint: Path, choice: Choice
 ) -> list[str]:
     """Write all files but the card. Returns notes for the user."""
     notes = []
@@ -205,7 +206,7 @@ def _write(
     return notes + _write_program(folder, run.path, config)
 
 
-def _write_program(folder: Path, run: Path, config: WeightRunConfig) -> list[str]:
+def _write_program(folder: Path, run: Path, config: WeightsConfig) -> list[str]:
     """Write `program.json`, which plain DSPy loads, where the task is a DSPy program."""
     factory = TASKS.get(config.task.name)
     # Other tasks are not built for this: their corpora may be large.
@@ -225,9 +226,7 @@ def _write_program(folder: Path, run: Path, config: WeightRunConfig) -> list[str
     return [f"{PROGRAM}: the DSPy program's prompts, for program.load"]
 
 
-def _snippets(
-    name: Path, folder: Path, choice: Choice, config: WeightRunConfig, base: str
-) -> Iterator[tuple[str, str]]:
+def _snippets(name: Path, folder: Path, choice: Choice, config: WeightsConfig, base: str) -> Iterator[tuple[str, str]]:
     """Return the code that uses `folder` under the name `name`, and the base model under `base`."""
     rank = config.model.lora.r if choice.form == "adapter" and config.model.lora is not None else None
     spoken = choice.recorded.get("modules")
@@ -237,7 +236,7 @@ def _snippets(
 
 
 def _card(
-    overview: Overview, request: ExportArguments, config: WeightRunConfig, choice: Choice, folder: Path, step: int
+    overview: Overview, request: ExportArguments, config: WeightsConfig, choice: Choice, folder: Path, step: int
 ) -> str:
     where = Path(request.out.name)
     holds = HOLDS[choice.form]

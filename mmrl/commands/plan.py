@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import ClassVar
 
 from pydantic import Field
 
@@ -45,7 +45,8 @@ from mmrl.plan.workload import (
 )
 from mmrl.records import Forest
 from mmrl.run.build import build_task, evaluation_devices, reward_set
-from mmrl.run.check import plan_problems, process_problems
+from mmrl.run.check import process_problems
+from mmrl.run.rl import plan_problems
 from mmrl.run.settle import module_assignment, settle
 from mmrl.run.start import started
 from mmrl.stages.prompts.split import prompt_problems, split
@@ -82,22 +83,23 @@ def planned(config: StageConfig, request: PlanArguments, *, as_json: bool) -> st
     Raises:
         ConfigError: as `make_plan`.
     """
-    if config.kind.credit:
-        plan = make_plan(cast("TrainCommandConfig", config), request)
+    if isinstance(config, TrainCommandConfig):
+        plan = make_plan(config, request)
         return plan.as_json() if as_json else plan.text()
-    facts = _counted(cast("SftCommandConfig | PromptCommandConfig", config))
+    facts = _counted(config)
     if as_json:
         return json.dumps({"version": 1, **facts}, indent=1)
     counts = ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in facts.items())
     return f"{config.algo.name} on {config.task.name} with {config.model.path}: {counts}"
 
 
-def _counted(config: SftCommandConfig | PromptCommandConfig) -> dict[str, int]:
+def _counted(config: StageConfig) -> dict[str, int]:
     """Count what a stage without credit does."""
     task = build_task(config.task, config.seed)
     if isinstance(config, SftCommandConfig):
         refuse(sft_problems(config, task))
         return {"steps": config.train.steps, "sequences": config.train.steps * config.train.batch_size}
+    assert isinstance(config, PromptCommandConfig)
     refuse(prompt_problems(config, task))
     train, validation = map(len, split(config.algo, task.examples("train"), config.seed))
     counts = {"train_examples": train, "validation_examples": validation}
@@ -189,19 +191,17 @@ def _device(hardware: HardwareConfig, name: str | None, matmul: str) -> Device:
 
 def problems_elsewhere(config: RootConfig) -> list[str]:
     """Return the problems of a run on another machine: without its data, weights, devices and servers."""
-    if stages := getattr(config, "stages", ()):
-        return [problem for stage in stages for problem in problems_elsewhere(stage)]
     try:
         task = build_task(on_mini_world(config.task), config.seed)
     except ConfigError as error:
         return list(error.problems)
     reward = config.task.reward
     problems = [unknown("task.reward", reward, task.reward_sets)] if reward not in (None, *task.reward_sets) else []
-    if config.kind.name == "eval":
-        return problems + process_problems(cast("EvalCommandConfig", config))
-    if config.kind.credit and not problems:
+    if isinstance(config, EvalCommandConfig):
+        return problems + process_problems(config)
+    if isinstance(config, TrainCommandConfig) and not problems:
         settled = settle(config, "cpu" if config.hardware.device == "cpu" else "cuda", planned=True)
-        return plan_problems(cast("TrainCommandConfig", settled), task)
+        return plan_problems(settled, task)
     return problems
 
 

@@ -17,7 +17,7 @@ from mmrl.errors import ConfigError, refuse
 from mmrl.models.merged import require_undamaged
 from mmrl.retrieval.select import server_problems
 from mmrl.run.build import fixed_engine
-from mmrl.run.check import engine_problems
+from mmrl.run.problems import engine_problems
 from mmrl.run.settle import settle
 from mmrl.secrets import token_of
 from mmrl.store.policy import Policy, resolve

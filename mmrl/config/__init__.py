@@ -51,7 +51,6 @@ __all__ = [
     "RunConfig",
     "SftCommandConfig",
     "StageConfig",
-    "StagedCommandConfig",
     "StartConfig",
     "TaskConfig",
     "TrainCommandConfig",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import date
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -213,23 +212,11 @@ class RunConfig(Section):
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
-    """Differences of one kind of run; packages that treat kinds differently have a table by `name`."""
-
-    name: str
-    weights: bool = False
-    """True if it trains weights, in steps with checkpoints."""
-    credit: bool = False
-    """True if it is reinforcement learning, whose calls get credit and whose work several processes share."""
-    refusal: str = ""
-    """Why a command that takes other kinds cannot use such a run; `{folder}` is the run's."""
-
-
 class RootConfig(Section):
     """Sections of `train` and `eval`."""
 
-    kind: ClassVar[Kind]
+    refusal: ClassVar[str] = ""
+    """Why a command that takes other kinds of runs cannot use this one; `{folder}` is the run's."""
     seed: int = Field(0, ge=0, le=LARGEST_SEED, description="seed of all draws: data order, sampling, new weights")
     # SerializeAsAny: config.yaml has the keys of the schema in use, not those of the annotated base class
     task: Annotated[SerializeAsAny[TaskConfig], BeforeValidator(by_name(TASK_SCHEMAS, PluginTaskConfig))]
@@ -274,7 +261,7 @@ class StageConfig(RootConfig):
 
 
 class WeightsConfig(StageConfig):
-    """Sections of stages that train weights."""
+    """Sections of stages that train weights, in steps with checkpoints."""
 
     train: TrainConfig
 
@@ -284,30 +271,23 @@ Algo = Annotated[SerializeAsAny[AlgoConfig], BeforeValidator(by_name(ALGO_SCHEMA
 
 
 class TrainCommandConfig(WeightsConfig):
-    """`mmrl train` of a stage that trains weights by reinforcement learning."""
+    """`mmrl train` of a stage of reinforcement learning, whose calls get credit and whose work processes share."""
 
-    kind: ClassVar[Kind] = Kind(
-        name="rl",
-        weights=True,
-        credit=True,
-        refusal="this is a run of mmrl train; continue it with: mmrl train resume={folder}",
-    )
+    refusal: ClassVar[str] = "this is a run of mmrl train; continue it with: mmrl train resume={folder}"
     algo: Algo
 
 
 class PromptCommandConfig(StageConfig):
     """`mmrl train` of a stage that optimises prompts."""
 
-    kind: ClassVar[Kind] = Kind(name="prompts", refusal="this run has optimised prompts and trained no weights")
+    refusal: ClassVar[str] = "this run has optimised prompts and trained no weights"
     algo: Annotated[SerializeAsAny[PromptConfig], BeforeValidator(by_name(PROMPT_SCHEMAS))]
 
 
 class SftCommandConfig(WeightsConfig):
     """`mmrl train` of a supervised stage."""
 
-    kind: ClassVar[Kind] = Kind(
-        name="sft", weights=True, refusal="this run is supervised (algo=sft), so its calls have no credit"
-    )
+    refusal: ClassVar[str] = "this run is supervised (algo=sft), so its calls have no credit"
     algo: SftConfig
 
 
@@ -322,9 +302,7 @@ def stage_schema(name: object) -> type[StageConfig]:
 class EvalCommandConfig(RootConfig):
     """`mmrl eval`."""
 
-    kind: ClassVar[Kind] = Kind(
-        name="eval", refusal="this is a run of mmrl eval; continue it with: mmrl eval resume={folder}"
-    )
+    refusal: ClassVar[str] = "this is a run of mmrl eval; continue it with: mmrl eval resume={folder}"
     policy: str = Field(description="a run directory, a checkpoint, an adapter, a model folder, `tiny`, or a hub id")
     split: Literal["train", "dev", "test"] = Field("dev", description="whose examples are evaluated")
 

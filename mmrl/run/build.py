@@ -8,47 +8,36 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from mmrl.algorithms import ALGORITHMS
 from mmrl.algorithms.checks import TURN_SETS
 from mmrl.config import (
     HardwareConfig,
-    PromptCommandConfig,
     RootConfig,
-    SftCommandConfig,
     StageConfig,
     TaskConfig,
-    TrainCommandConfig,
     WeightsConfig,
 )
 from mmrl.config.base import MINI, MethodConfig
 from mmrl.config.teacher import STUDENT, TeacherConfig
-from mmrl.engines import EngineSetup, build_engine, engine_class, needs_model
+from mmrl.engines import EngineSetup, build_engine, needs_model
 from mmrl.engines.base import Engine
 from mmrl.errors import ConfigError, unknown
 from mmrl.models.assignment import ModuleAssignment
 from mmrl.records import Example
 from mmrl.rollout import with_program
-from mmrl.rollout.teachers import LoadedTeacher
-from mmrl.run.settle import WeightRunConfig, module_assignment
-from mmrl.stages import Stage
-from mmrl.stages.prompts.split import split
 from mmrl.store.policy import Policy, resolve
-from mmrl.system.ray_cluster import server_resources
 from mmrl.tasks import TASKS
 from mmrl.tasks.base import Task
 from mmrl.tasks.data.layouts import subset
 
 if TYPE_CHECKING:
-    from torch import nn
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from mmrl.config.other_stages import PromptConfig
     from mmrl.models.load import ServedWeights
     from mmrl.stages.step_log import StepLog
     from mmrl.trainer.settings import Settings
@@ -204,72 +193,8 @@ def _tokens_without_weights(tokenizer: PreTrainedTokenizerBase, model: PreTraine
     )
 
 
-def steps_of(config: StageConfig, task: Task) -> int:
-    """Return the steps of a stage; of prompts about as many trials as an optimiser makes, 0 where it does not say."""
-    if isinstance(config, WeightsConfig):
-        return config.train.steps
-    algo = cast("PromptConfig", config.algo)
-    _, validation = split(algo, task.examples("train"), config.seed)
-    return algo.expected_trials(len(task.program.modules), len(validation))
-
-
-def build_stage(config: StageConfig, task: Task, log: StepLog) -> Stage[RootConfig]:
-    """Load the policy and everything around it."""
-    import torch
-
-    # Before any torch work: the number of threads decides the order of float sums.
-    torch.set_num_threads(config.hardware.threads or 1)
-    return STAGES[config.kind.name](config, task, log)
-
-
-def _build_rl(config: TrainCommandConfig, task: Task, log: StepLog) -> Stage[RootConfig]:
-    from mmrl.stages.weights import WeightStage
-    from mmrl.trainer.settings import Settings
-
-    log.prefetched = bool(config.train.staleness)
-    assignment = module_assignment(config, task.program.modules)
-    initial = config.model.path if assignment.copied else None
-    settings = Settings(train=config.train, algo=config.algo, model=config.model, seed=config.seed)
-    trainer, tokenizer, serving = _load_trainer(config, assignment, settings, log, initial)
-    engines, teachers = _build_engines(config, task, trainer.model, tokenizer, serving, log)
-    return WeightStage(
-        config=config,
-        task=task,
-        engine=engines[0],
-        tokenizer=tokenizer,
-        trainer=trainer,
-        examples=task.examples("train"),
-        reward_set=reward_set(task, config.task.reward, config.algo.name),
-        log=log,
-        teachers=teachers,
-        engines=engines,
-        assignment=assignment,
-    )
-
-
-def _build_sft(config: SftCommandConfig, task: Task, log: StepLog) -> Stage[RootConfig]:
-    from mmrl.stages.sft import SftStage
-    from mmrl.trainer.settings import Settings
-
-    assignment = module_assignment(config, task.program.modules)
-    settings = Settings.supervised(config.train, config.model, config.seed)
-    trainer, tokenizer, serving = _load_trainer(config, assignment, settings, log)
-    setup = _setup(config, serving, log.rundir.path)
-    return SftStage(
-        config=config,
-        task=task,
-        tokenizer=tokenizer,
-        # In this process, whatever engine the profile names: it samples from the very weights that are trained.
-        engine=build_engine(config.engine.in_process, trainer.model, tokenizer, setup),
-        reward_set=reward_set(task, config.task.reward),
-        log=log,
-        trainer=trainer,
-        assignment=assignment,
-    )
-
-
-def _load_trainer(
-    config: WeightRunConfig,
+def load_trainer(
+    config: WeightsConfig,
     assignment: ModuleAssignment,
     settings: Settings,
     log: StepLog,
@@ -296,58 +221,7 @@ def _load_trainer(
     return trainer, tokenizer, serving
 
 
-def _build_prompts(config: PromptCommandConfig, task: Task, log: StepLog) -> Stage[RootConfig]:
-    from mmrl.stages.prompts.stage import PromptStage
-
-    resources, start = ExitStack(), Policy(base=config.model.path)
-    serving = fixed_engine(config, start, log.rundir.path, devices=server_devices(config.hardware))
-    engine, tokenizer = resources.enter_context(serving)
-    return PromptStage(
-        config=config,
-        task=task,
-        engine=engine,
-        tokenizer=tokenizer,
-        reward_set=reward_set(task, config.task.reward),
-        log=log,
-        resources=resources,
-        task_with=lambda prompts: build_task(config.task, config.seed, prompts),
-    )
-
-
-STAGES: Mapping[str, Callable[..., Stage[RootConfig]]] = {"rl": _build_rl, "sft": _build_sft, "prompts": _build_prompts}
-"""Kind of a stage (`config.schema.Kind`) -> what builds it."""
-
-
-def _build_engines(
-    config: TrainCommandConfig,
-    task: Task,
-    model: nn.Module | None,
-    tokenizer: PreTrainedTokenizerBase,
-    serving: ServedWeights,
-    log: StepLog,
-) -> tuple[list[Engine], dict[str, LoadedTeacher]]:
-    """Build the engine that samples the policy, then those of teachers; and the teachers by name."""
-    algo, hardware = config.algo, config.hardware
-    samplings = ((algo.temperature, algo.top_p, algo.top_k),)
-    facts = {"devices": server_devices(hardware), "samplings": samplings, "processes": log.processes}
-    setup = _setup(config, serving, log.rundir.path, versions=1 + max(1, config.train.staleness), **facts)
-    if hardware.ray is not None:
-        setup = replace(setup, bundle=server_resources(hardware, getattr(config.engine, "replicas", 1)))
-    # In this process an engine samples from the very module that is trained (wrapped by peft where there is an
-    # adapter), so no weights are copied between updates.
-    engine = build_engine(config.engine, model, tokenizer, setup)
-
-    student = LoadedTeacher(task=task, engine=engine, tokenizer=tokenizer, shares_vocabulary=True)
-    try:
-        teachers = _load_teachers(config, student)
-    except BaseException:
-        engine.close()
-        raise
-    different = {id(e): e for e in (engine, *(teacher.engine for teacher in teachers.values()))}
-    return list(different.values()), teachers
-
-
-def _setup(config: RootConfig, serving: ServedWeights, folder: Path, **overrides: Any) -> EngineSetup:
+def engine_setup(config: RootConfig, serving: ServedWeights, folder: Path, **overrides: Any) -> EngineSetup:
     """Return the settings of an engine beside its section: of the config, unless `overrides` says otherwise."""
     shared = {"max_context": config.task.max_context, "threads": config.hardware.threads, "folder": folder, **serving}
     return EngineSetup(**{**shared, "weights": config.model, "device": config.hardware.device, **overrides})
@@ -381,46 +255,6 @@ def teacher_prompts(teacher: TeacherConfig, policy: Policy | None) -> str | None
     return teacher.prompts or (policy.prompts if policy is not None else None)
 
 
-def _load_teachers(config: TrainCommandConfig, student: LoadedTeacher) -> dict[str, LoadedTeacher]:
-    """Load the teachers by name; those of the same weights share an engine, those without use the student's."""
-    from mmrl.engines.endpoint_engine import EndpointEngine
-
-    loaded: dict[str, tuple[Engine, PreTrainedTokenizerBase]] = {}
-    result: dict[str, LoadedTeacher] = {}
-    # Weights are loaded once for all teachers that name them: a second copy would cost as much memory again.
-    for teacher in separate_teachers(config.algo):
-        policy = teacher_policy(teacher)
-        engine, tokenizer = student.engine, student.tokenizer
-        # A teacher with prompts alone speaks with the weights in training, so it learns along with them.
-        if policy is not None:
-            key = f"{policy.base} {policy.adapter} {policy.adapters}"
-            if key not in loaded:
-                loaded[key] = _load_fixed(config, policy)
-            engine, tokenizer = loaded[key]
-        if teacher.endpoint is not None:
-            # An endpoint answers in text, which the student's tokenizer encodes.
-            engine = EndpointEngine(teacher.endpoint, student.tokenizer, f"algo.teachers.{teacher.name}.endpoint")
-        result[teacher.name] = LoadedTeacher(
-            task=build_task(config.task, config.seed, teacher_prompts(teacher, policy)),
-            engine=engine,
-            tokenizer=tokenizer,
-            shares_vocabulary=tokenizer is student.tokenizer or tokenizer.get_vocab() == student.tokenizer.get_vocab(),
-        )
-    return result
-
-
-def _load_fixed(config: TrainCommandConfig, policy: Policy) -> tuple[Engine, PreTrainedTokenizerBase]:
-    """Load an engine for weights that do not train, in this process, whatever engine serves the student."""
-    from mmrl.models.load import load_policy
-
-    model, tokenizer, serving = load_policy(policy, config.model, config.hardware.device)
-    model.eval().requires_grad_(False)
-    setup = EngineSetup(
-        max_context=config.task.max_context, threads=config.hardware.threads, weights=config.model, **serving
-    )
-    return engine_class("transformers")(model, tokenizer, config.engine.in_process, setup), tokenizer
-
-
 @contextmanager
 def fixed_engine(
     config: RootConfig, policy: Policy, folder: Path, served: str = "", devices: tuple[int, ...] = ()
@@ -442,7 +276,9 @@ def fixed_engine(
         model, tokenizer, serving = load_policy(policy, config.model, config.hardware.device)
     else:
         tokenizer = load_tokenizer(weights)
-    setup = _setup(config, serving, folder, weights=weights, folders=policy.folders, devices=devices, served=served)
+    setup = engine_setup(
+        config, serving, folder, weights=weights, folders=policy.folders, devices=devices, served=served
+    )
     engine = build_engine(config.engine, model, tokenizer, setup)
     try:
         # Every completion carries the version of the policy that sampled it.

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
 
 from rich.console import Console
 
@@ -29,9 +28,10 @@ from mmrl.config import (
     validate_stored,
 )
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, ProcessLost, continue_with, located, storage
-from mmrl.run.build import build_stage, build_task, check_model, evaluated, steps_of
+from mmrl.run.build import build_task, check_model, evaluated
 from mmrl.run.check import check_all
 from mmrl.run.checkup import check_before_training
+from mmrl.run.kinds import build_stage, kind_of
 from mmrl.run.launch import must_start, released, start, wrapping
 from mmrl.run.ray_launch import start_on_ray
 from mmrl.run.settle import import_plugins, refuse_edits, run_folder, settle, stored_config
@@ -45,9 +45,6 @@ from mmrl.system.files import JsonObject, plain, read_jsonl
 from mmrl.system.memo import read_replies
 from mmrl.system.processes import ALONE, Processes, join, launched, lost_a_process
 from mmrl.system.stop import stoppable
-
-if TYPE_CHECKING:
-    from mmrl.stages.weights import WeightStage
 
 STEADY = ("constant", "constant_with_warmup")
 """Schedules that do not depend on the number of steps."""
@@ -70,7 +67,7 @@ def begin(config: StageConfig, command: Sequence[str], resumed: bool = False) ->
     """
     config = started(config)
     keep_start(config)
-    credited = config.kind.credit
+    credited = isinstance(config, TrainCommandConfig)
     # A process that a launcher has started, Ray too, joins the others below.
     on_ray = credited and config.hardware.ray is not None and launched() is None
     config = settle(config, ray_cluster.connect(config.hardware) if on_ray else None)
@@ -249,7 +246,7 @@ def _require_whole(config: WeightsConfig, rundir: RunDir, checkpoint: Path) -> N
         for step in range(1, done + 1):
             if lines[step] != 1:
                 raise CheckpointError(f"{rundir.metrics_path}: has {lines[step]} lines of step {step}, expected 1")
-            if config.kind.credit and read_step(rundir, step)[0].step != step:
+            if isinstance(config, TrainCommandConfig) and read_step(rundir, step)[0].step != step:
                 raise CheckpointError(f"{rundir.journal_path(step)}: is of another step")
             # Those before training and after the last step are read again, and completed, by the stage.
             if step < config.train.steps and f"eval/{split}/reward" in history[step]:
@@ -277,10 +274,11 @@ def session(config: StageConfig, rundir: RunDir, checkpoint: Path | None, proces
     from mmrl.report.trackers import trackers
     from mmrl.stages.evaluate import Evaluations
     from mmrl.stages.step_log import StepLog
+    from mmrl.stages.weights import WeightStage
 
     started = time.perf_counter()
     task = build_task(config.task, config.seed)
-    metric, steps, done = task.main_metric, steps_of(config, task), step_number(checkpoint)
+    metric, steps, done = task.main_metric, kind_of(config).steps(config, task), step_number(checkpoint)
     # Only the main process shows and sends anything; the others have a quiet display and no trackers.
     display, console = (config.run, None) if processes.main else (RunConfig(), Console(quiet=True))
     name = display.name or f"{config.algo.name}-{task.name}-s{config.seed}"
@@ -312,8 +310,8 @@ def session(config: StageConfig, rundir: RunDir, checkpoint: Path | None, proces
                 try:
                     examples, subset = evaluated(task, config, config.eval.split)
                     evaluations = Evaluations(examples=examples, last_step=steps, stage=stage)
-                    if config.kind.credit and checkpoint is None:
-                        check_before_training(cast("WeightStage", stage), log)
+                    if isinstance(stage, WeightStage) and checkpoint is None:
+                        check_before_training(stage, log)
                     before = evaluations.baseline()
                     stage.improve(evaluations, checkpoint)
                     after = evaluations.final()

@@ -10,14 +10,14 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from mmrl.config import (
     EvalCommandConfig,
     RootConfig,
-    SftCommandConfig,
     StageConfig,
     TrainCommandConfig,
+    WeightsConfig,
     schema_of,
     validate_stored,
 )
@@ -31,7 +31,6 @@ from mmrl.system.files import plain
 from mmrl.system.objects import OBJECT, import_module, is_given
 
 ConfigT = TypeVar("ConfigT", bound=RootConfig)
-WeightRunConfig = TrainCommandConfig | SftCommandConfig
 
 
 def import_plugins(packages: Collection[str]) -> None:
@@ -86,7 +85,7 @@ def settle(config: ConfigT, device: str | None = None, planned: bool = False) ->
     return config.model_copy(update=update)
 
 
-def module_assignment(config: WeightRunConfig, modules: Sequence[str]) -> ModuleAssignment:
+def module_assignment(config: WeightsConfig, modules: Sequence[str]) -> ModuleAssignment:
     """Describe which of a program's modules uses which weights in a training run."""
     answered = {module: endpoint.model for module, endpoint in (config.engine.endpoints or {}).items()}
     return ModuleAssignment(
@@ -198,7 +197,7 @@ def refuse_edits(folder: Path, config: RootConfig) -> None:
         print(f"warning: {folder}/config.yaml: since the start: {', '.join(texts.values())}", file=sys.stderr)
 
 
-def weight_run(path: Path) -> tuple[RunDir, WeightRunConfig]:
+def weight_run(path: Path) -> tuple[RunDir, WeightsConfig]:
     """Return the run that has trained the weights of the policy at `path`, and its config with the policy's prompts.
 
     Of prompts that were optimised from another run (`from=RUN`) that is the run before.
@@ -211,15 +210,15 @@ def weight_run(path: Path) -> tuple[RunDir, WeightRunConfig]:
     if "policy" in run.config:
         raise CheckpointError(f"{path}: this is an evaluation, which has no weights; give the run that it evaluated")
     config = stored_config(path, StageConfig, reading=True)
-    if not config.kind.weights and config.start is not None:
+    if isinstance(config, WeightsConfig):
+        return run, config
+    if config.start is not None:
         # Prompts that were optimised for weights that another run has trained.
         start = Path(config.start.run)
         run, trained = weight_run(start if start.is_dir() else path.absolute().parent / start.name)
         return run, trained.model_copy(update={"task": trained.task.model_copy(update={"prompts": prompts})})
-    if not config.kind.weights:
-        now = prompts or "the ones that it started with"
-        raise CheckpointError(f"{path}: {config.kind.refusal}; its prompts are {now}")
-    return run, cast("WeightRunConfig", config)
+    now = prompts or "the ones that it started with"
+    raise CheckpointError(f"{path}: {config.refusal}; its prompts are {now}")
 
 
 def stored_config(folder: Path, schema: type[ConfigT], *, reading: bool = False) -> ConfigT:
@@ -242,7 +241,7 @@ def stored_config(folder: Path, schema: type[ConfigT], *, reading: bool = False)
         raise CheckpointError(f"{folder}/config.yaml: has neither algo nor policy, expected one as in every run's")
     stored_schema = schema_of(stored)
     if not issubclass(stored_schema, schema):
-        refusal = (TrainCommandConfig if schema is EvalCommandConfig else stored_schema).kind.refusal
+        refusal = (TrainCommandConfig if schema is EvalCommandConfig else stored_schema).refusal
         raise CheckpointError(f"{folder}: {refusal.format(folder=folder)}")
     packages = packages_of(stored) if not reading or _needs_plugins(stored) else []
     announce_code(folder, stored, packages, program=not reading)

@@ -27,7 +27,7 @@ from scripts.chaos.disk import Disk
 PHASES: dict[str, tuple[str, ...]] = {
     "create": ("mmrl.store.rundir:RunDir.create",),
     "open": ("mmrl.store.rundir:RunDir.open", "mmrl.store.rundir:RunDir.truncate_after"),
-    "build": ("mmrl.run.build:build_stage",),
+    "build": ("mmrl.run.kinds:build_stage",),
     "collect": ("mmrl.stages.collect:Collector.collect",),
     "rollout": ("mmrl.rollout.sample:sample",),
     "credit": ("mmrl.stages.weights:WeightStage.credit",),
