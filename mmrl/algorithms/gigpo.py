@@ -68,7 +68,7 @@ State = tuple[str, str, Hashable]
 """Module; what the state is known by (`state`: a name, `prompt`, `call`); and that."""
 
 
-def state_of(call: Call) -> State:
+def call_state(call: Call) -> State:
     """Return the state of a call: the one that the program named, else its prompt, else (nothing repeats) itself."""
     if (state := call.facts.get("state")) is not None:
         return call.module, "state", str(state)
@@ -96,7 +96,7 @@ def _states(rollouts: Sequence[ScoredRollout], algo: GigpoConfig) -> tuple[list[
     for rollout in rollouts:
         rewards = [call.turn_reward or 0.0 for call in rollout.path[:-1]] + [rollout.reward]
         for call, value in zip(rollout.path, discounted(rewards, algo.gamma), strict=True):
-            key = call.example, state_of(call)
+            key = call.example, call_state(call)
             if algo.similarity is not None and key not in groups:
                 known = (state for example, state in groups if example == call.example)
                 key = call.example, _alike(key[1], known, algo.similarity)

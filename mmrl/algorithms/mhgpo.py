@@ -63,7 +63,7 @@ class Mhgpo(Algorithm[MhgpoT]):
         # A call is in at most one group here, unlike in mmGRPO, where fillers repeat calls.
         compared = {entry.call: entry for group in groups for entry in group.entries()}
         # Every call with a reward has an entry, in the forest's order; one that no group compares has no weight.
-        entries = tuple(compared.get(call.id) or _left_out(call, rewards[call.id]) for call in rewarded)
+        entries = tuple(compared.get(call.id) or _unweighted(call, rewards[call.id]) for call in rewarded)
         return Credit(algo=self.name, entries=entries, groups=tuple(groups))
 
 
@@ -124,7 +124,7 @@ class MhgpoFofOs(Mhgpo[MhgpoFofOsConfig]):
         return by_slot(forest, rewards, oversampled=forest.modules[-1] if per_branch else None)
 
 
-def _left_out(call: Call, reward: Reward) -> Entry:
+def _unweighted(call: Call, reward: Reward) -> Entry:
     """Return the entry of a call that has a reward and no group: printed and recorded with weight 0."""
     zeros = (0.0,) * call.completion_tokens
     return Entry(call=call.id, reward=reward.total, parts=reward.parts, advantages=zeros, weights=zeros)

@@ -1,4 +1,4 @@
-"""Builders of a run's parts from a settled config: task, assignment of weights, trainer, engine, teachers, stages.
+"""Parts of a run, built from a settled config: task, trainer, engine. The stage of each kind: `rl`, `sft`, `prompts`.
 
 Called by `train`, `eval`, `plan` and the checks. torch and transformers load inside the functions that need them: a
 config is checked without.
@@ -15,13 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmrl.algorithms import ALGORITHMS
 from mmrl.algorithms.checks import TURN_SETS
-from mmrl.config import (
-    HardwareConfig,
-    RootConfig,
-    StageConfig,
-    TaskConfig,
-    WeightsConfig,
-)
+from mmrl.config import HardwareConfig, RootConfig, StageConfig, TaskConfig, WeightsConfig
 from mmrl.config.base import MINI, MethodConfig
 from mmrl.config.teacher import STUDENT, TeacherConfig
 from mmrl.engines import EngineSetup, build_engine, needs_model
@@ -194,11 +188,7 @@ def _tokens_without_weights(tokenizer: PreTrainedTokenizerBase, model: PreTraine
 
 
 def load_trainer(
-    config: WeightsConfig,
-    assignment: ModuleAssignment,
-    settings: Settings,
-    log: StepLog,
-    initial: str | None = None,
+    config: WeightsConfig, assignment: ModuleAssignment, settings: Settings, log: StepLog, initial: str | None = None
 ) -> tuple[MmrlTrainer, PreTrainedTokenizerBase, ServedWeights]:
     """Load the policy in its trainer, its tokenizer, and what an engine serves it with.
 
@@ -211,13 +201,8 @@ def load_trainer(
 
     policy = Policy(base=config.model.path, modules=assignment.served, initial=initial)
     model, tokenizer, serving = load_policy(policy, config.model, config.hardware.device)
-    trainer = MmrlTrainer(
-        model,
-        tokenizer,
-        settings,
-        output_dir=log.rundir.checkpoints,
-        adapters=make_adapters(assignment),
-    )
+    adapters = make_adapters(assignment)
+    trainer = MmrlTrainer(model, tokenizer, settings, output_dir=log.rundir.checkpoints, adapters=adapters)
     return trainer, tokenizer, serving
 
 

@@ -14,7 +14,7 @@ from mmrl.system.files import atomic_write, dumps
 if TYPE_CHECKING:
     from mmrl.stages.weights import WeightStage
 
-FEW = 4
+PLAYED_BEFORE_TRAINING = 4
 """Examples that `mmrl train` plays before a long run."""
 FILE = "doctor.json"
 """In a run directory: the findings before training."""
@@ -46,7 +46,7 @@ def check_before_training(stage: WeightStage, log: StepLog) -> None:
     config = stage.config
     if not log.processes.first(_doctor_runs(config, log.rundir.path / FILE)):
         return
-    facts = examined(stage, FEW)
+    facts = examined(stage, PLAYED_BEFORE_TRAINING)
     findings = find(facts)
     if log.processes.main:
         log.progress.note(f"before training (run.doctor=false leaves this out):\n{report(facts, findings)}")

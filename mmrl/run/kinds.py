@@ -19,7 +19,7 @@ ConfigT = TypeVar("ConfigT", bound=StageConfig)
 
 @dataclass(frozen=True, slots=True)
 class StageKind(Generic[ConfigT]):
-    """One kind of run, known by its config's type; its schema in use is picked by `config.stage_schema`."""
+    """One kind of `mmrl train`, known by its config's type, which `config.stage_schema` picks."""
 
     problems: Callable[[ConfigT, Task], list[str]]
     """What stands against a run, beside the checks of every kind (`check.check`)."""

@@ -80,7 +80,7 @@ class SftStage(Stage[SftCommandConfig]):
         self.evaluations = evaluations
         algo, done = self.config.algo, 0
         self.calls = self._fitting(self._sampled() if algo.source == "rollouts" else self._demonstrated())
-        self.data = digest(self.calls)
+        self.data = fingerprint(self.calls)
         self.log.progress.note(self._describe_data())
         if checkpoint is None:
             self.log.rundir.append_metrics(0, self.facts)
@@ -288,6 +288,6 @@ def train_call(name: str, call: Call, weight: float) -> TrainCall:
     return TrainCall(call=replace(call, id=name), entries=(entry,))
 
 
-def digest(calls: Sequence[Call]) -> str:
+def fingerprint(calls: Sequence[Call]) -> str:
     """Return the digest of the sequences, which tells those of two runs apart."""
     return f"{rng.digest(*(str((call.module, call.prompt_ids, call.completion_ids)) for call in calls)):032x}"

@@ -1,4 +1,4 @@
-"""The weight stage: sample -> credit -> update -> sync, on one screen.
+"""The stage of reinforcement learning: sample -> credit -> update -> sync, on one screen.
 
 TRL's trainer runs the updates and calls back: `next_batch` samples and credits a step, `on_step_end` writes its record.
 """
@@ -32,7 +32,7 @@ AHEAD = "sampled_ahead"
 
 @dataclass(kw_only=True)
 class WeightStage(Collector):
-    """Training of a policy's weights."""
+    """Training of a policy's weights by reinforcement learning."""
 
     engines: Sequence[Engine]
     """The one that samples first, then those of teachers."""

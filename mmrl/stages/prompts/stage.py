@@ -34,7 +34,7 @@ from mmrl.stages.prompts.model import COSTS, WRITING_COSTS, Writer
 from mmrl.stages.prompts.optimisers import SearchSetup, optimise, optimising, score
 from mmrl.stages.prompts.rollouts import ID, Played, Rollouts, TrainExample
 from mmrl.stages.prompts.split import split
-from mmrl.stages.prompts.students import State, digest_of, state_of
+from mmrl.stages.prompts.students import State, digest_of, module_state
 from mmrl.stages.step_metrics import failed_share
 from mmrl.store.policy import write_policy
 from mmrl.store.rundir import RunDir
@@ -197,12 +197,12 @@ class PromptStage(Stage[PromptCommandConfig]):
 
     def _note_prompts(self, name: str, module: dspy.Module, **facts: object) -> None:
         """Write prompts for people, with facts about them."""
-        text = dumps({**facts, "modules": readable_prompts(state_of(module))}, indent=1)
+        text = dumps({**facts, "modules": readable_prompts(module_state(module))}, indent=1)
         atomic_write(self.rundir.path / FOLDER / f"{name}.json", text + "\n")
 
     def _reward(self, candidate: dspy.Module, validation: Sequence[TrainExample]) -> float:
         """Return the reward of a candidate; nearly every one has had its trial on all validation examples."""
-        digest = digest_of(state_of(candidate))
+        digest = digest_of(module_state(candidate))
         if digest not in self._rewards:
             examples = [example for example in validation if example.inputs()[ID] in self.validation]
             dspy.Evaluate(devset=examples, metric=score)(candidate)
@@ -217,7 +217,7 @@ class PromptStage(Stage[PromptCommandConfig]):
     def _trial(self, batch: Sequence[Played]) -> None:
         """Record an evaluation of DSPy's as a trial."""
         self._rollouts.judge()
-        state = state_of(batch[0].candidate)
+        state = module_state(batch[0].candidate)
         spent = self._since()
         for part in ("generate", "rollout"):
             self.log.add(part, spent.pop(part))
