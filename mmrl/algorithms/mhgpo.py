@@ -18,13 +18,13 @@ from typing_extensions import override
 
 from mmrl import rng
 from mmrl.algorithms.base import Algorithm
-from mmrl.algorithms.checks import module_problems, probability_problems
 from mmrl.config.algo import MhgpoConfig, MhgpoFofOsConfig, MhgpoRrConfig
 from mmrl.credit.backward import backward
 from mmrl.credit.entries import Credit, Entry, Group, Reward
 from mmrl.credit.groups import compare
 from mmrl.credit.loss_weights import Minibatches
 from mmrl.credit.slots import ForkView, by_chunks, by_fork, by_slot, weigh_slots
+from mmrl.errors import unknown
 from mmrl.records import Call, Forest
 from mmrl.rollout import plans
 
@@ -39,7 +39,22 @@ class Mhgpo(Algorithm[MhgpoT]):
 
     def check(self, algo: MhgpoT, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
         """Return unknown names in `train_modules` and `freeze_modules`, or nothing left to train."""
-        return module_problems(algo, modules)
+        problems = []
+        for key, names in (("train_modules", algo.train_modules or ()), ("freeze_modules", algo.freeze_modules)):
+            problems += [unknown(f"algo.{key}", name, modules) for name in names if name not in modules]
+        # A module that both keys leave out is a contradiction that the user would like to know of, not a harmless
+        # repeat.
+        trained = modules if algo.train_modules is None else algo.train_modules
+        idle = [name for name in algo.freeze_modules if name in modules and name not in trained]
+        if idle:
+            twice = f"got {', '.join(idle)}, which has no effect: algo.train_modules leaves it out already"
+            problems.append(f"algo.freeze_modules: {twice}")
+        if not problems and not set(trained) - set(algo.freeze_modules):
+            problems.append(
+                "algo.freeze_modules: no module is left to train; "
+                f"expected at least one of {', '.join(modules)} outside of it"
+            )
+        return problems
 
     def plan(self, algo: MhgpoT, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
         """Plan one tree that forks at its first call."""
@@ -90,7 +105,13 @@ class MhgpoRr(Mhgpo[MhgpoRrConfig]):
 
     def check(self, algo: MhgpoRrConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
         """Check as MHGPO, and one fork probability per module."""
-        return super().check(algo, modules, reward_sets) + probability_problems(algo, modules)
+        problems = super().check(algo, modules, reward_sets)
+        if algo.fork_probs is not None and len(algo.fork_probs) != len(modules):
+            problems.append(
+                f"algo.fork_probs: got {len(algo.fork_probs)} probabilities, expected {len(modules)}, "
+                f"one per module of the program ({', '.join(modules)})"
+            )
+        return problems
 
     def plan(self, algo: MhgpoRrConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
         """Plan one tree that forks at a module drawn for this example and step."""

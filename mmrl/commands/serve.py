@@ -16,8 +16,7 @@ from mmrl.config.rules import engine_name
 from mmrl.errors import ConfigError, refuse
 from mmrl.models.merged import require_undamaged
 from mmrl.retrieval.select import server_problems
-from mmrl.run.build import fixed_engine
-from mmrl.run.problems import engine_problems
+from mmrl.run.build import engine_problems, fixed_engine
 from mmrl.run.settle import settle
 from mmrl.secrets import token_of
 from mmrl.store.policy import Policy, resolve

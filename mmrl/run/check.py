@@ -15,10 +15,16 @@ from mmrl.config.rules import across_sections, engine_name, without_effect
 from mmrl.engines.endpoint_engine import unreachable, with_model
 from mmrl.errors import ConfigError, gathered, refuse, unknown
 from mmrl.report.trackers import missing_trackers
-from mmrl.run.build import build_task, reward_set
+from mmrl.run.build import (
+    build_task,
+    endpoint_problems,
+    engine_problems,
+    reward_set,
+    split_problems,
+    turns_missing,
+)
 from mmrl.run.kinds import kind_of
 from mmrl.run.launch import missing_packages, replica_problems
-from mmrl.run.problems import endpoint_problems, engine_problems, split_problems, turns_missing
 from mmrl.store.policy import Policy, gone_problems, resolve
 from mmrl.store.rundir import refuse_full
 from mmrl.system.conf import GROUPS, set_by
@@ -61,7 +67,12 @@ def check(config: RootConfig, user_keys: Collection[str] = ()) -> list[str]:
         with gathered(problems):
             refuse_full(Path(config.run.dir))
     if engine_name(config) != "openai":
-        problems += gone_problems("model.path", config.model.path) + _matmul_problems(config)
+        problems += gone_problems("model.path", config.model.path)
+        dtype, device = config.model.dtype, config.hardware.device
+        if config.model.matmul == "onednn" and (dtype not in ("auto", "float32") or device == "cuda"):
+            other = f"hardware.device={device}" if device == "cuda" else f"model.dtype={dtype}"
+            alone = "which computes float32 on a CPU"
+            problems.append(f"model.matmul: got onednn, {alone}, beside {other}; expected torch")
     # A task refuses what it cannot be built from (prompts, a program, files) by a `ConfigError` of its own.
     try:
         task = build_task(config.task, config.seed)
@@ -75,7 +86,11 @@ def check(config: RootConfig, user_keys: Collection[str] = ()) -> list[str]:
         rewards = reward_set(task, reward, credited)
         problems += without_effect(config, user_keys, rewards, task.absent_features, len(task.program.modules))
     problems += task.server_problems() + across_sections(config) + endpoint_problems(config, task)
-    problems += endpoints_away(config)
+    # Endpoints to which no request can succeed; each is asked for at most one token.
+    needed = {f"engine.endpoints.{module}": settings for module, settings in (config.engine.endpoints or {}).items()}
+    if isinstance(config, EvalCommandConfig) and engine_name(config) == "openai":
+        needed["engine.endpoint"] = with_model(config.engine, config.policy)
+    problems += unreachable(needed)
     if isinstance(config, StageConfig):
         problems += missing_packages(config.hardware) + missing_trackers(config.run.report_to)
         problems += split_problems(config.task, task, config.eval.split, "eval.split")
@@ -83,14 +98,6 @@ def check(config: RootConfig, user_keys: Collection[str] = ()) -> list[str]:
     if isinstance(config, EvalCommandConfig):
         problems += _evaluation_problems(config, task)
     return problems
-
-
-def _matmul_problems(config: RootConfig) -> list[str]:
-    dtype, device = config.model.dtype, config.hardware.device
-    if config.model.matmul != "onednn" or (dtype in ("auto", "float32") and device != "cuda"):
-        return []
-    other = f"hardware.device={device}" if device == "cuda" else f"model.dtype={dtype}"
-    return [f"model.matmul: got onednn, which computes float32 on a CPU, beside {other}; expected torch"]
 
 
 def _evaluation_problems(config: EvalCommandConfig, task: Task) -> list[str]:
@@ -127,12 +134,3 @@ def served(config: EvalCommandConfig) -> Policy:
         ConfigError: a path that does not exist, or a folder without weights.
     """
     return Policy(base=config.model.path) if engine_name(config) == "openai" else resolve(config.policy)
-
-
-def endpoints_away(config: RootConfig) -> list[str]:
-    """Return the endpoints of modules to which no request can succeed; asks each at most one token."""
-    endpoints = config.engine.endpoints or {}
-    needed = {f"engine.endpoints.{module}": settings for module, settings in endpoints.items()}
-    if engine_name(config) == "openai" and (policy := value_at(config, "policy")) is not None:
-        needed["engine.endpoint"] = with_model(config.engine, str(policy))
-    return unreachable(needed)

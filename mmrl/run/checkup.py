@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmrl.config import TrainCommandConfig
 from mmrl.report.doctor import Played, as_object, find, report
 from mmrl.stages.step_log import StepLog
 from mmrl.system.files import atomic_write, dumps
@@ -44,23 +42,13 @@ def check_before_training(stage: WeightStage, log: StepLog) -> None:
     It stops no run: what so few examples show is for a person to judge.
     """
     config = stage.config
-    if not log.processes.first(_doctor_runs(config, log.rundir.path / FILE)):
+    # Runs on a CPU are small, and are mostly watched to their end.
+    wanted = config.hardware.device != "cpu" if config.run.doctor == "auto" else config.run.doctor
+    # A start of this run that was killed may have left them; again they would cost rollouts.
+    if not log.processes.first(wanted and not (log.rundir.path / FILE).exists()):
         return
     facts = examined(stage, PLAYED_BEFORE_TRAINING)
     findings = find(facts)
     if log.processes.main:
         log.progress.note(f"before training (run.doctor=false leaves this out):\n{report(facts, findings)}")
         atomic_write(log.rundir.path / FILE, dumps(as_object(facts, findings), indent=1) + "\n")
-
-
-def _doctor_runs(config: TrainCommandConfig, findings: Path) -> bool:
-    """True if `mmrl train` plays examples before training.
-
-    Args:
-        findings: what a start of this run that was killed may have left.
-    """
-    # A resumed start would print the same findings again, and they cost rollouts.
-    if findings.exists():
-        return False
-    # Runs on a CPU are small, and are mostly watched to their end.
-    return config.hardware.device != "cpu" if config.run.doctor == "auto" else config.run.doctor

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from mmrl.config import PromptCommandConfig
 from mmrl.config.rules import engine_name
 from mmrl.engines.endpoint_engine import unreachable
-from mmrl.run.build import build_task, fixed_engine, reward_set, server_devices
-from mmrl.run.problems import engine_problems, split_problems
+from mmrl.run.build import build_task, engine_problems, fixed_engine, reward_set, server_devices, split_problems
 from mmrl.stages.prompts.split import prompt_problems, split
 from mmrl.store.policy import Policy
 from mmrl.tasks.base import Task

@@ -18,29 +18,29 @@ from mmrl.errors import gathered
 from mmrl.rollout.teachers import LoadedTeacher
 from mmrl.run.build import (
     build_task,
+    endpoint_problems,
+    engine_problems,
     engine_setup,
     load_trainer,
     reward_set,
     separate_teachers,
     server_devices,
+    split_problems,
     teacher_policy,
     teacher_prompts,
+    turns_missing,
 )
 from mmrl.run.launch import hardware_problems, replica_problems
-from mmrl.run.problems import endpoint_problems, engine_problems, split_problems, turns_missing
 from mmrl.run.settle import module_assignment
 from mmrl.stages.information_gain import gold_problems
-from mmrl.store.policy import Policy
 from mmrl.system.objects import imported
 from mmrl.system.ray_cluster import server_resources
 from mmrl.tasks.base import Canonical, Task, continuing_modules
 from mmrl.trainer.settings import Settings
 
 if TYPE_CHECKING:
-    from torch import nn
     from transformers import PreTrainedTokenizerBase
 
-    from mmrl.models.load import ServedWeights
     from mmrl.stages.step_log import StepLog
     from mmrl.stages.weights import WeightStage
 
@@ -60,7 +60,12 @@ def _rl_problems(config: TrainCommandConfig, task: Task) -> list[str]:
     problems += module_assignment(config, task.program.modules).problems()
     if engine_name(config) == "openai":
         problems += engines.problems(config.engine, "openai", training=True)
-    problems += staleness_problems(config) + kl_problems(config) + text_problems(config, task)
+    problems += staleness_problems(config) + kl_problems(config)
+    if getattr(config.algo, "reserialise", False) and not isinstance(task.program, Canonical):
+        problems.append(
+            f"algo.reserialise: task {task.name} has no canonical text of what its modules write; leave it out, or "
+            "give its program a method canonical(call) (mmrl.tasks.base.Canonical)"
+        )
     # What does not fit the modules has its sentence already, and may have no plan.
     problems += [] if problems else replay_problems(config, task)
     return problems + turns_missing(config.task.reward, config.algo.name, task)
@@ -112,16 +117,6 @@ def staleness_problems(config: TrainCommandConfig) -> list[str]:
         )
     adapters = config.model.lora is not None
     return problems + engines.staleness_problems(config.engine, engine_name(config), staleness, adapters, sampling)
-
-
-def text_problems(config: TrainCommandConfig, task: Task) -> list[str]:
-    """Return the one sentence for `algo.reserialise` on a program that cannot write its outputs again."""
-    if not getattr(config.algo, "reserialise", False) or isinstance(task.program, Canonical):
-        return []
-    return [
-        f"algo.reserialise: task {task.name} has no canonical text of what its modules write; leave it out, or give "
-        "its program a method canonical(call) (mmrl.tasks.base.Canonical)"
-    ]
 
 
 def replay_problems(config: TrainCommandConfig, task: Task) -> list[str]:
@@ -195,31 +190,6 @@ def build(config: TrainCommandConfig, task: Task, log: StepLog) -> WeightStage:
     initial = config.model.path if assignment.copied else None
     settings = Settings(train=config.train, algo=config.algo, model=config.model, seed=config.seed)
     trainer, tokenizer, serving = load_trainer(config, assignment, settings, log, initial)
-    engines, teachers = _build_engines(config, task, trainer.model, tokenizer, serving, log)
-    return WeightStage(
-        config=config,
-        task=task,
-        engine=engines[0],
-        tokenizer=tokenizer,
-        trainer=trainer,
-        examples=task.examples("train"),
-        reward_set=reward_set(task, config.task.reward, config.algo.name),
-        log=log,
-        teachers=teachers,
-        engines=engines,
-        assignment=assignment,
-    )
-
-
-def _build_engines(
-    config: TrainCommandConfig,
-    task: Task,
-    model: nn.Module | None,
-    tokenizer: PreTrainedTokenizerBase,
-    serving: ServedWeights,
-    log: StepLog,
-) -> tuple[list[Engine], dict[str, LoadedTeacher]]:
-    """Build the engine that samples the policy, then those of teachers; and the teachers by name."""
     algo, hardware = config.algo, config.hardware
     samplings = ((algo.temperature, algo.top_p, algo.top_k),)
     facts = {"devices": server_devices(hardware), "samplings": samplings, "processes": log.processes}
@@ -228,8 +198,7 @@ def _build_engines(
         setup = replace(setup, bundle=server_resources(hardware, getattr(config.engine, "replicas", 1)))
     # In this process an engine samples from the very module that is trained (wrapped by peft where there is an
     # adapter), so no weights are copied between updates.
-    engine = build_engine(config.engine, model, tokenizer, setup)
-
+    engine = build_engine(config.engine, trainer.model, tokenizer, setup)
     student = LoadedTeacher(task=task, engine=engine, tokenizer=tokenizer, shares_vocabulary=True)
     try:
         teachers = _load_teachers(config, student)
@@ -237,12 +206,25 @@ def _build_engines(
         engine.close()
         raise
     different = {id(e): e for e in (engine, *(teacher.engine for teacher in teachers.values()))}
-    return list(different.values()), teachers
+    return WeightStage(
+        config=config,
+        task=task,
+        engine=engine,
+        tokenizer=tokenizer,
+        trainer=trainer,
+        examples=task.examples("train"),
+        reward_set=reward_set(task, config.task.reward, config.algo.name),
+        log=log,
+        teachers=teachers,
+        engines=list(different.values()),
+        assignment=assignment,
+    )
 
 
 def _load_teachers(config: TrainCommandConfig, student: LoadedTeacher) -> dict[str, LoadedTeacher]:
     """Load the teachers by name; those of the same weights share an engine, those without use the student's."""
     from mmrl.engines.endpoint_engine import EndpointEngine
+    from mmrl.models.load import load_policy
 
     loaded: dict[str, tuple[Engine, PreTrainedTokenizerBase]] = {}
     result: dict[str, LoadedTeacher] = {}
@@ -254,7 +236,12 @@ def _load_teachers(config: TrainCommandConfig, student: LoadedTeacher) -> dict[s
         if policy is not None:
             key = f"{policy.base} {policy.adapter} {policy.adapters}"
             if key not in loaded:
-                loaded[key] = _load_fixed(config, policy)
+                # In this process, whatever engine serves the student.
+                model, its_own, serving = load_policy(policy, config.model, config.hardware.device)
+                model.eval().requires_grad_(False)
+                limit, threads = config.task.max_context, config.hardware.threads
+                setup = EngineSetup(max_context=limit, threads=threads, weights=config.model, **serving)
+                loaded[key] = engine_class("transformers")(model, its_own, config.engine.in_process, setup), its_own
             engine, tokenizer = loaded[key]
         if teacher.endpoint is not None:
             # An endpoint answers in text, which the student's tokenizer encodes.
@@ -266,15 +253,3 @@ def _load_teachers(config: TrainCommandConfig, student: LoadedTeacher) -> dict[s
             shares_vocabulary=tokenizer is student.tokenizer or tokenizer.get_vocab() == student.tokenizer.get_vocab(),
         )
     return result
-
-
-def _load_fixed(config: TrainCommandConfig, policy: Policy) -> tuple[Engine, PreTrainedTokenizerBase]:
-    """Load an engine for weights that do not train, in this process, whatever engine serves the student."""
-    from mmrl.models.load import load_policy
-
-    model, tokenizer, serving = load_policy(policy, config.model, config.hardware.device)
-    model.eval().requires_grad_(False)
-    setup = EngineSetup(
-        max_context=config.task.max_context, threads=config.hardware.threads, weights=config.model, **serving
-    )
-    return engine_class("transformers")(model, tokenizer, config.engine.in_process, setup), tokenizer

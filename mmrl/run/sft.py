@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from mmrl.config import SftCommandConfig
 from mmrl.engines import build_engine
-from mmrl.run.build import engine_setup, load_trainer, reward_set
-from mmrl.run.problems import split_problems
+from mmrl.run.build import engine_setup, load_trainer, reward_set, split_problems
 from mmrl.run.settle import module_assignment
 from mmrl.stages.sft_data import sft_problems
 from mmrl.tasks.base import Task

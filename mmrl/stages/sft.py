@@ -79,9 +79,18 @@ class SftStage(Stage[SftCommandConfig]):
         """
         self.evaluations = evaluations
         algo, done = self.config.algo, 0
-        self.calls = self._fitting(self._sampled() if algo.source == "rollouts" else self._demonstrated())
-        self.data = fingerprint(self.calls)
-        self.log.progress.note(self._describe_data())
+        if algo.source == "rollouts":
+            placed = self._sampled()
+        else:
+            examples = read_examples(self.config, self.task, tuple(self.assignment.untrained))
+            placed = [(where, encode(self.tokenizer, demonstration)) for where, demonstration in examples]
+        self.calls = self._fitting(placed)
+        self.data = f"{rng.digest(*(str((c.module, c.prompt_ids, c.completion_ids)) for c in self.calls)):032x}"
+        counts = Counter(item.module or "no module" for item in self.calls)
+        sources = {"task": "demonstrations of the task", "file": str(algo.file), "rollouts": "own rollouts"}
+        per_module = ", ".join(f"{module} {count}" for module, count in counts.items())
+        training = f"training on {len(self.calls)} sequences from {sources[algo.source]}"
+        self.log.progress.note(f"{training}: {per_module}")
         if checkpoint is None:
             self.log.rundir.append_metrics(0, self.facts)
         elif saved_extra(checkpoint).get(FINGERPRINT, {}).get("data") != self.data:
@@ -115,11 +124,6 @@ class SftStage(Stage[SftCommandConfig]):
         supervised = ", ".join(f"{value} {_SHOWN[f'sft/{key}']}" for key, value in facts.items())
         facts = {**self.assignment.describe(), **self.trainer.facts}
         return {"supervised": supervised, **facts, **self.engine.describe()}
-
-    def _demonstrated(self) -> list[tuple[str, Call]]:
-        """Return the sequences of the task's demonstrations or of the file, each with its place."""
-        examples = read_examples(self.config, self.task, tuple(self.assignment.untrained))
-        return [(where, encode(self.tokenizer, demonstration)) for where, demonstration in examples]
 
     def _sampled(self) -> list[tuple[str, Call]]:
         """Return the calls of the best rollouts, as they were sampled, each with its id."""
@@ -196,13 +200,6 @@ class SftStage(Stage[SftCommandConfig]):
         }
         return fitting
 
-    def _describe_data(self) -> str:
-        """Return the source and numbers of the sequences, in one line."""
-        counts = Counter(item.module or "no module" for item in self.calls)
-        sources = {"task": "demonstrations of the task", "file": str(self.config.algo.file), "rollouts": "own rollouts"}
-        per_module = ", ".join(f"{module} {count}" for module, count in counts.items())
-        return f"training on {len(self.calls)} sequences from {sources[self.config.algo.source]}: {per_module}"
-
     def on_step_end(self, step: int, update: Mapping[str, float]) -> None:
         """Record a step, with an evaluation if one is due."""
         metrics = self.log.record(update)
@@ -277,17 +274,9 @@ def passes(calls: Sequence[Call], mix: Mapping[str, float], seed: int) -> Iterat
 def step_batch(step: int, calls: Sequence[Call]) -> StepBatch:
     """Return the calls of a step: the loss is the mean over all their completion tokens."""
     weight = 1 / sum(len(call.completion_ids) for call in calls)
-    trained = [train_call(f"{index}", call, weight) for index, call in enumerate(calls)]
+    trained = []
+    for index, call in enumerate(calls):
+        name, tokens = f"{index}", len(call.completion_ids)
+        entry = Entry(call=name, reward=1.0, advantages=(1.0,) * tokens, weights=(weight,) * tokens)
+        trained.append(TrainCall(call=replace(call, id=name), entries=(entry,)))
     return StepBatch(step=step, calls=trained, metrics={"train/sequences": float(len(calls))})
-
-
-def train_call(name: str, call: Call, weight: float) -> TrainCall:
-    """Return a call whose tokens all have advantage 1 and one weight; `name`: its id within the step."""
-    tokens = len(call.completion_ids)
-    entry = Entry(call=name, reward=1.0, advantages=(1.0,) * tokens, weights=(weight,) * tokens)
-    return TrainCall(call=replace(call, id=name), entries=(entry,))
-
-
-def fingerprint(calls: Sequence[Call]) -> str:
-    """Return the digest of the sequences, which tells those of two runs apart."""
-    return f"{rng.digest(*(str((call.module, call.prompt_ids, call.completion_ids)) for call in calls)):032x}"

@@ -97,7 +97,12 @@ class WeightStage(Collector):
         metrics = self.log.record(update) | dict(self.engines[0].metrics())
         if evaluated := self.evaluations.due(step):
             metrics |= self.evaluations.metrics(step)
-        self.log.write(step, metrics | self._endpoint_metrics())  # with what the evaluation has cost
+        # Requests to endpoints so far and their cost, the evaluation's too. A collective, so every process comes here,
+        # also those that make no request.
+        costs: dict[str, float] = {}
+        for usage in self.log.processes.gather(total_usage([*self.engines, self.task])):
+            costs |= {name: costs.get(name, 0.0) + count for name, count in usage.items()}
+        self.log.write(step, metrics | costs)
         if evaluated and step < self.config.train.steps:
             self.log.draw_page()
 
@@ -116,14 +121,6 @@ class WeightStage(Collector):
         with self.log.timed("sync"):
             # Sharded weights are gathered, which takes all processes; so does the push to servers that they share.
             engine.set_version(version, self.trainer.whole_state())
-
-    def _endpoint_metrics(self) -> dict[str, float]:
-        """Return requests to endpoints so far and their cost, by all processes and engines together."""
-        totals: dict[str, float] = {}
-        # A collective, so every process comes here, also those that make no request.
-        for usage in self.log.processes.gather(total_usage([*self.engines, self.task])):
-            totals |= {name: totals.get(name, 0.0) + count for name, count in usage.items()}
-        return totals
 
     def describe(self) -> dict[str, str]:
         """Return facts for the summary."""
