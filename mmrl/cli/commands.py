@@ -391,11 +391,11 @@ def doctor(context: typer.Context, as_json: JsonFlag = False) -> int:
       mmrl doctor task=dspy task.program=mine:Answerer task.metric=mine:metric --json
     """
     from mmrl.cli import configs, overrides
-    from mmrl.config import TrainCommandConfig
+    from mmrl.config import RlRunConfig
 
     line = overrides.read_line(context.args, command_keys=("from", "examples"), single="mmrl doctor")
     (config,) = configs.train_configs(line)
-    if not isinstance(config, TrainCommandConfig):
+    if not isinstance(config, RlRunConfig):
         raise ConfigError(f"algo: got {config.algo.name}, and mmrl doctor looks at one stage of reinforcement learning")
     from mmrl.run.check import check_all
 

@@ -14,11 +14,11 @@ from mmrl.cli.arguments import CommandLine
 from mmrl.cli.hydra import composed, through_hydra
 from mmrl.cli.overrides import expand, key_of, parse, read_line
 from mmrl.config import (
-    EvalCommandConfig,
+    EvalRunConfig,
+    RlRunConfig,
     RootConfig,
     StageConfig,
     StartConfig,
-    TrainCommandConfig,
     validate,
 )
 from mmrl.config.base import value_at
@@ -39,7 +39,7 @@ def train_configs(line: CommandLine) -> list[StageConfig]:
     return _configs("train", _from_run(line), lambda raw, words: _train_config(line, raw, words))
 
 
-def eval_configs(line: CommandLine) -> list[EvalCommandConfig]:
+def eval_configs(line: CommandLine) -> list[EvalRunConfig]:
     """Return the config of every job of `mmrl eval`, as `train_configs`."""
     stray = sorted({key for key in line.keys if key.partition(".")[0] in ("train", "algo")})
     # The composed config cannot tell: a `model=` brings `train.*` into an evaluation too (see `hydra._sections`).
@@ -93,7 +93,7 @@ def configured(words: Sequence[str], config_dir: str | None = None) -> StageConf
     return config
 
 
-def set_config(command: str, words: Sequence[str], config_dir: str | None) -> StageConfig | EvalCommandConfig:
+def set_config(command: str, words: Sequence[str], config_dir: str | None) -> StageConfig | EvalRunConfig:
     """Return the config of `mmrl train WORDS` or `mmrl eval WORDS`, a run of a set; raises as `configured`."""
     if command == "eval":
         return eval_configs(replace(read_line(words, once=False), config_dir=config_dir))[0]
@@ -105,12 +105,12 @@ def swept(line: CommandLine, job: Job) -> None:
     through_hydra(_from_run(line), lambda raw, words: job(lambda: _train_config(line, raw(), words)))
 
 
-def _eval_config(line: CommandLine, raw: Mapping[str, object], words: Sequence[str]) -> EvalCommandConfig:
+def _eval_config(line: CommandLine, raw: Mapping[str, object], words: Sequence[str]) -> EvalRunConfig:
     if isinstance(raw.get("policy"), str):
         from mmrl.run.start import evaluation_sections
 
         raw = evaluation_sections(raw, [*map(key_of, words), *row_keys(words, line.config_dir)])
-    return validate(EvalCommandConfig, raw)
+    return validate(EvalRunConfig, raw)
 
 
 def _from_run(line: CommandLine) -> CommandLine:
@@ -173,8 +173,8 @@ def _stage(sections: Mapping[str, object], user_keys: Collection[str]) -> StageC
     """Validate one stage by the schema of its kind."""
     algo = sections.get("algo")
     schema = stage_schema(value_at(algo, "name"))
-    if schema is TrainCommandConfig or not isinstance(algo, Mapping):
-        return validate(TrainCommandConfig, sections)
+    if schema is RlRunConfig or not isinstance(algo, Mapping):
+        return validate(RlRunConfig, sections)
     # A `model=` sets what suits it in training by algorithms; that is no mistake here. What the user typed is.
     fields = CHOICES["algo"][algo["name"]].model_fields
     mapping = {**sections, "algo": {key: algo[key] for key in algo if key in fields or f"algo.{key}" in user_keys}}

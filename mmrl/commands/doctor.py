@@ -12,7 +12,7 @@ from pathlib import Path
 from pydantic import Field
 from rich.console import Console
 
-from mmrl.config import TrainCommandConfig
+from mmrl.config import RlRunConfig
 from mmrl.config.base import Section
 from mmrl.report.doctor import Played, as_object, find, report
 from mmrl.run.build import build_task, check_model
@@ -31,7 +31,7 @@ class DoctorArguments(Section):
     examples: int = Field(8, ge=1, description="training examples that are played")
 
 
-def doctor(config: TrainCommandConfig, examples: int, *, as_json: bool) -> int:
+def doctor(config: RlRunConfig, examples: int, *, as_json: bool) -> int:
     """Play a few examples of a checked run and print what is wrong.
 
     Writes nothing that stays, but the merged weights of a run with an adapter that this one starts from.
@@ -62,10 +62,10 @@ def doctor(config: TrainCommandConfig, examples: int, *, as_json: bool) -> int:
     return int(any(finding.useless for finding in findings))
 
 
-def _played(config: TrainCommandConfig, examples: int) -> Played:
+def _played(config: RlRunConfig, examples: int) -> Played:
     from mmrl.report.progress import Progress
     from mmrl.report.trackers import Trackers
-    from mmrl.stages.weights import WeightStage
+    from mmrl.stages.rl import RlStage
     from mmrl.store.rundir import RunDir
     from mmrl.system.stop import stoppable
 
@@ -80,7 +80,7 @@ def _played(config: TrainCommandConfig, examples: int) -> Played:
     ):
         log = StepLog(rundir=rundir, progress=progress, trackers=Trackers({}), stop=stop)
         stage = build_stage(config, task, log)
-        assert isinstance(stage, WeightStage)
+        assert isinstance(stage, RlStage)
         try:
             return examined(stage, examples)
         finally:

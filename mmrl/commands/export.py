@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from mmrl.config import WeightsConfig
+from mmrl.config import WeightRunConfig
 from mmrl.config.base import Section
 from mmrl.errors import CheckpointError, ConfigError, storage
 from mmrl.models.hub import licence_of
@@ -144,7 +144,7 @@ def select_checkpoint(overview: Overview, text: str) -> Path:
     return checkpoints[step]
 
 
-def choose(policy: Policy, config: WeightsConfig, request: ExportArguments, modules: Sequence[str]) -> Choice:
+def choose(policy: Policy, config: WeightRunConfig, request: ExportArguments, modules: Sequence[str]) -> Choice:
     """Choose what is exported: as asked for, else as the policy has it.
 
     Args:
@@ -180,7 +180,7 @@ def choose(policy: Policy, config: WeightsConfig, request: ExportArguments, modu
 
 
 def _write(
-    folder: Path, request: ExportArguments, run: RunDir, config: WeightsConfig, checkpoint: Path, choice: Choice
+    folder: Path, request: ExportArguments, run: RunDir, config: WeightRunConfig, checkpoint: Path, choice: Choice
 ) -> list[str]:
     """Write all files but the card. Returns notes for the user."""
     notes = []
@@ -206,7 +206,7 @@ def _write(
     return notes + _write_program(folder, run.path, config)
 
 
-def _write_program(folder: Path, run: Path, config: WeightsConfig) -> list[str]:
+def _write_program(folder: Path, run: Path, config: WeightRunConfig) -> list[str]:
     """Write `program.json`, which plain DSPy loads, where the task is a DSPy program."""
     factory = TASKS.get(config.task.name)
     # Other tasks are not built for this: their corpora may be large.
@@ -226,7 +226,9 @@ def _write_program(folder: Path, run: Path, config: WeightsConfig) -> list[str]:
     return [f"{PROGRAM}: the DSPy program's prompts, for program.load"]
 
 
-def _snippets(name: Path, folder: Path, choice: Choice, config: WeightsConfig, base: str) -> Iterator[tuple[str, str]]:
+def _snippets(
+    name: Path, folder: Path, choice: Choice, config: WeightRunConfig, base: str
+) -> Iterator[tuple[str, str]]:
     """Return the code that uses `folder` under the name `name`, and the base model under `base`."""
     rank = config.model.lora.r if choice.form == "adapter" and config.model.lora is not None else None
     spoken = choice.recorded.get("modules")
@@ -236,7 +238,7 @@ def _snippets(name: Path, folder: Path, choice: Choice, config: WeightsConfig, b
 
 
 def _card(
-    overview: Overview, request: ExportArguments, config: WeightsConfig, choice: Choice, folder: Path, step: int
+    overview: Overview, request: ExportArguments, config: WeightRunConfig, choice: Choice, folder: Path, step: int
 ) -> str:
     where = Path(request.out.name)
     holds = HOLDS[choice.form]

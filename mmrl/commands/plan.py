@@ -11,14 +11,14 @@ from typing import ClassVar
 from pydantic import Field
 
 from mmrl.config import (
-    EvalCommandConfig,
+    EvalRunConfig,
     HardwareConfig,
-    PromptCommandConfig,
+    PromptRunConfig,
+    RlRunConfig,
     RootConfig,
-    SftCommandConfig,
+    SftRunConfig,
     StageConfig,
     TaskConfig,
-    TrainCommandConfig,
 )
 from mmrl.config.base import MINI, SPLITS, Idle, Section
 from mmrl.config.retriever import Bm25Config
@@ -83,7 +83,7 @@ def planned(config: StageConfig, request: PlanArguments, *, as_json: bool) -> st
     Raises:
         ConfigError: as `make_plan`.
     """
-    if isinstance(config, TrainCommandConfig):
+    if isinstance(config, RlRunConfig):
         plan = make_plan(config, request)
         return plan.as_json() if as_json else plan.text()
     facts = _counted(config)
@@ -96,10 +96,10 @@ def planned(config: StageConfig, request: PlanArguments, *, as_json: bool) -> st
 def _counted(config: StageConfig) -> dict[str, int]:
     """Count what a stage without credit does."""
     task = build_task(config.task, config.seed)
-    if isinstance(config, SftCommandConfig):
+    if isinstance(config, SftRunConfig):
         refuse(sft_problems(config, task))
         return {"steps": config.train.steps, "sequences": config.train.steps * config.train.batch_size}
-    assert isinstance(config, PromptCommandConfig)
+    assert isinstance(config, PromptRunConfig)
     refuse(prompt_problems(config, task))
     train, validation = map(len, split(config.algo, task.examples("train"), config.seed))
     counts = {"train_examples": train, "validation_examples": validation}
@@ -110,7 +110,7 @@ def _counted(config: StageConfig) -> dict[str, int]:
     return counts
 
 
-def make_plan(config: TrainCommandConfig, request: PlanArguments) -> Plan:
+def make_plan(config: RlRunConfig, request: PlanArguments) -> Plan:
     """Plan the run of a validated config.
 
     Raises:
@@ -197,15 +197,15 @@ def problems_elsewhere(config: RootConfig) -> list[str]:
         return list(error.problems)
     reward = config.task.reward
     problems = [unknown("task.reward", reward, task.reward_sets)] if reward not in (None, *task.reward_sets) else []
-    if isinstance(config, EvalCommandConfig):
+    if isinstance(config, EvalRunConfig):
         return problems + process_problems(config)
-    if isinstance(config, TrainCommandConfig) and not problems:
+    if isinstance(config, RlRunConfig) and not problems:
         settled = settle(config, "cpu" if config.hardware.device == "cpu" else "cuda", planned=True)
         return plan_problems(settled, task)
     return problems
 
 
-def evaluation_hours(config: EvalCommandConfig, items: int | None) -> tuple[float, int]:
+def evaluation_hours(config: EvalRunConfig, items: int | None) -> tuple[float, int]:
     """Return the hours of an evaluation on H100s (on the CPU where the config says so), and the devices that it takes.
 
     Args:
@@ -232,7 +232,7 @@ def _fewest(*limits: int | None) -> int | None:
 
 
 def _loads(
-    config: TrainCommandConfig, modules: Sequence[str], forest: Forest | None, lengths: Mapping[str, Lengths]
+    config: RlRunConfig, modules: Sequence[str], forest: Forest | None, lengths: Mapping[str, Lengths]
 ) -> tuple[dict[str, Load], dict[str, Load], str]:
     """Return the work of each module in a step, in a rollout of an evaluation, and where the numbers come from."""
     answered = config.engine.endpoints or ()

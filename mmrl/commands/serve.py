@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from mmrl.config import EvalCommandConfig
+from mmrl.config import EvalRunConfig
 from mmrl.config.base import ServerArguments
 from mmrl.config.rules import engine_name
 from mmrl.errors import ConfigError, refuse
@@ -35,7 +35,7 @@ class ServeArguments(ServerArguments):
     name: str = Field("policy", min_length=1, description="the model's name in requests")
 
 
-def serve_policy(config: EvalCommandConfig, arguments: ServeArguments, user_keys: Collection[str]) -> None:
+def serve_policy(config: EvalRunConfig, arguments: ServeArguments, user_keys: Collection[str]) -> None:
     """Load a policy and serve it.
 
     Args:
@@ -96,7 +96,7 @@ def listen(app: FastAPI, arguments: ServerArguments, announce: str, *, grace_s: 
     print("stopped", file=sys.stderr)
 
 
-def _checked(config: EvalCommandConfig, user_keys: Collection[str]) -> Policy:
+def _checked(config: EvalRunConfig, user_keys: Collection[str]) -> Policy:
     """Return the policy of a config that can be served.
 
     Raises:

@@ -15,15 +15,15 @@ from pydantic import BaseModel
 
 from mmrl.config.base import MINI, SPLITS, Idle, idle_values, needs, value_at
 from mmrl.config.schema import (
-    EvalCommandConfig,
     EvalConfig,
+    EvalRunConfig,
     HardwareConfig,
     ModelConfig,
-    PromptCommandConfig,
+    PromptRunConfig,
+    RlRunConfig,
     RootConfig,
     RunConfig,
-    SftCommandConfig,
-    TrainCommandConfig,
+    SftRunConfig,
     TrainConfig,
 )
 
@@ -60,18 +60,18 @@ class Case:
     @property
     def evaluates(self) -> bool:
         """True on `mmrl eval`."""
-        return self.kind is EvalCommandConfig
+        return self.kind is EvalRunConfig
 
     @property
     def ratio_one(self) -> bool:
         """True under `algo.ratio_one`, which supervised training has no key for."""
-        return self.kind is TrainCommandConfig and self.algo.ratio_one
+        return self.kind is RlRunConfig and self.algo.ratio_one
 
     @property
     def one_update(self) -> bool:
         """True if a batch is trained on once, by the very weights that its old numbers come from."""
         lora = self.model.lora
-        once = self.kind is TrainCommandConfig and self.algo.epochs == self.algo.minibatches == 1
+        once = self.kind is RlRunConfig and self.algo.epochs == self.algo.minibatches == 1
         return once and (lora is None or lora.dropout == 0)
 
     @property
@@ -114,7 +114,7 @@ def _of_absent_split(split: str) -> Idle[Case]:
 
 def _of_weights(keys: str, why: str) -> Idle[Case]:
     """Return the rule of keys about weights, which optimisers of prompts have no use for."""
-    return Idle(keys, lambda c: c.kind is PromptCommandConfig, lambda c: f"with algo={c.algo.name}, which {why}")
+    return Idle(keys, lambda c: c.kind is PromptRunConfig, lambda c: f"with algo={c.algo.name}, which {why}")
 
 
 # For any value but the default, set by the user or by a config file:
@@ -168,7 +168,7 @@ RUNS: tuple[Idle[Case], ...] = (
         lambda c: c.evaluates,
         f"{_EVAL}, which runs in one process of this machine; take another profile",
     ),
-    Idle("hardware.ray", lambda c: c.kind is SftCommandConfig, f"{_SFT}, which trains in one process of this machine"),
+    Idle("hardware.ray", lambda c: c.kind is SftRunConfig, f"{_SFT}, which trains in one process of this machine"),
     Idle(
         "engine.endpoints",
         lambda c: c.sampler == "openai",
@@ -291,20 +291,18 @@ TYPED: tuple[Idle[Case], ...] = (
     Idle("algo.kl", lambda c: c.algo.beta == 0, "with algo.beta=0.0; set algo.beta"),
     Idle(
         "train.old_logprobs train.tis train.staleness",
-        lambda c: c.kind is SftCommandConfig,
+        lambda c: c.kind is SftRunConfig,
         f"{_SFT}, which has no old policy",
     ),
     Idle(
         "engine hardware.engine",
-        lambda c: c.kind is SftCommandConfig and c.sampler != "transformers",
+        lambda c: c.kind is SftRunConfig and c.sampler != "transformers",
         f"{_SFT}, which samples and evaluates from the very weights that it trains; use engine=transformers",
     ),
-    Idle(
-        "run.doctor", lambda c: c.kind is SftCommandConfig, f"{_SFT}, whose examples are checked before a model loads"
-    ),
+    Idle("run.doctor", lambda c: c.kind is SftRunConfig, f"{_SFT}, whose examples are checked before a model loads"),
     Idle(
         "train.max_failed_share",
-        lambda c: c.kind is SftCommandConfig and c.algo.source != "rollouts",
+        lambda c: c.kind is SftRunConfig and c.algo.source != "rollouts",
         "without rollouts; set algo.source=rollouts",
     ),
     _of_weights("eval.every run.doctor", "evaluates before and after, and trains no weights"),
@@ -314,7 +312,7 @@ TYPED: tuple[Idle[Case], ...] = (
     ),
     Idle(
         "hardware.processes",
-        lambda c: c.kind is PromptCommandConfig and c.sampler != "vllm_server",
+        lambda c: c.kind is PromptRunConfig and c.sampler != "vllm_server",
         lambda c: (
             f"with algo={c.algo.name}, which runs in one process; with engine=vllm_server it says on how many "
             "GPUs servers run"
@@ -361,7 +359,7 @@ def _case(sections: Mapping[str, object] | BaseModel, **facts: Any) -> Case:
     """Return what rules judge by."""
     names = ("train", "model", "hardware", "eval", "run", "algo", "task", "engine")
     found: dict[str, Any] = {name: value_at(sections, name) for name in names}
-    kind = type(sections) if isinstance(sections, RootConfig) else TrainCommandConfig
+    kind = type(sections) if isinstance(sections, RootConfig) else RlRunConfig
     other_path = value_at(sections, "policy") != value_at(sections, "model.path")
     return Case(**found, kind=kind, sampler=engine_name(sections), other_path=other_path, **facts)
 

@@ -11,7 +11,8 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationInfo, fie
 from mmrl.config.algo import ALGO_SCHEMAS, AlgoConfig
 from mmrl.config.base import MethodConfig, Section, Temperature, by_name, value_at
 from mmrl.config.engines import ENGINE_SCHEMAS, EngineConfig
-from mmrl.config.other_stages import PROMPT_SCHEMAS, SFT, PromptConfig, SftConfig
+from mmrl.config.prompts import PROMPT_SCHEMAS, PromptConfig
+from mmrl.config.sft import SFT, SftConfig
 from mmrl.config.tasks import TASK_SCHEMAS, PluginTaskConfig, TaskConfig
 
 LARGEST_SEED = 2**32 - 1
@@ -260,7 +261,7 @@ class StageConfig(RootConfig):
     algo: SerializeAsAny[MethodConfig]
 
 
-class WeightsConfig(StageConfig):
+class WeightRunConfig(StageConfig):
     """Sections of stages that train weights, in steps with checkpoints."""
 
     train: TrainConfig
@@ -270,21 +271,21 @@ class WeightsConfig(StageConfig):
 Algo = Annotated[SerializeAsAny[AlgoConfig], BeforeValidator(by_name(ALGO_SCHEMAS))]
 
 
-class TrainCommandConfig(WeightsConfig):
+class RlRunConfig(WeightRunConfig):
     """`mmrl train` of a stage of reinforcement learning, whose calls get credit and whose work processes share."""
 
     refusal: ClassVar[str] = "this is a run of mmrl train; continue it with: mmrl train resume={folder}"
     algo: Algo
 
 
-class PromptCommandConfig(StageConfig):
+class PromptRunConfig(StageConfig):
     """`mmrl train` of a stage that optimises prompts."""
 
     refusal: ClassVar[str] = "this run has optimised prompts and trained no weights"
     algo: Annotated[SerializeAsAny[PromptConfig], BeforeValidator(by_name(PROMPT_SCHEMAS))]
 
 
-class SftCommandConfig(WeightsConfig):
+class SftRunConfig(WeightRunConfig):
     """`mmrl train` of a supervised stage."""
 
     refusal: ClassVar[str] = "this run is supervised (algo=sft), so its calls have no credit"
@@ -295,11 +296,11 @@ def stage_schema(name: object) -> type[StageConfig]:
     """Return the schema of `mmrl train algo=name`; for unknown names that of the algorithms, which refuses them."""
     # a damaged file may hold anything
     if isinstance(name, str) and name in PROMPT_SCHEMAS:
-        return PromptCommandConfig
-    return SftCommandConfig if name == SFT else TrainCommandConfig
+        return PromptRunConfig
+    return SftRunConfig if name == SFT else RlRunConfig
 
 
-class EvalCommandConfig(RootConfig):
+class EvalRunConfig(RootConfig):
     """`mmrl eval`."""
 
     refusal: ClassVar[str] = "this is a run of mmrl eval; continue it with: mmrl eval resume={folder}"
@@ -309,4 +310,4 @@ class EvalCommandConfig(RootConfig):
 
 def schema_of(config: Mapping[str, object]) -> type[RootConfig]:
     """Return the schema of a command's config, as composed or as a run has stored it."""
-    return EvalCommandConfig if "policy" in config else stage_schema(value_at(config, "algo.name"))
+    return EvalRunConfig if "policy" in config else stage_schema(value_at(config, "algo.name"))

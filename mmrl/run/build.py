@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from mmrl import engines
 from mmrl.algorithms import ALGORITHMS
 from mmrl.algorithms.checks import TURN_SETS
-from mmrl.config import HardwareConfig, RootConfig, StageConfig, TaskConfig, TrainCommandConfig, WeightsConfig
+from mmrl.config import HardwareConfig, RlRunConfig, RootConfig, StageConfig, TaskConfig, WeightRunConfig
 from mmrl.config.base import MINI, MethodConfig, value_at
 from mmrl.config.rules import engine_name
 from mmrl.config.teacher import STUDENT, TeacherConfig
@@ -125,7 +125,7 @@ def endpoint_problems(config: RootConfig, task: Task) -> list[str]:
         return []
     key = "engine" if every else "engine.endpoints"
     problems = []
-    training = isinstance(config, TrainCommandConfig)
+    training = isinstance(config, RlRunConfig)
     if not training:  # in training `ModuleAssignment.problems` lists them
         problems = [unknown(key, name, task.program.modules) for name in endpoints if name not in task.program.modules]
     for path in ("eval.top_k", "algo.top_k") if training else ("eval.top_k",):
@@ -160,7 +160,7 @@ def check_model(config: StageConfig) -> None:
 
     model, warnings = config.model, []
     tokenizer = load_tokenizer(model)
-    if isinstance(config, WeightsConfig) or needs_model(config.engine.name):
+    if isinstance(config, WeightRunConfig) or needs_model(config.engine.name):
         empty, note = skeleton(model)
         _refuse_context(tokenizer, empty, config)
         warnings += [note, _tokens_without_weights(tokenizer, empty, model.path)]
@@ -242,7 +242,7 @@ def _tokens_without_weights(tokenizer: PreTrainedTokenizerBase, model: PreTraine
 
 
 def load_trainer(
-    config: WeightsConfig, assignment: ModuleAssignment, settings: Settings, log: StepLog, initial: str | None = None
+    config: WeightRunConfig, assignment: ModuleAssignment, settings: Settings, log: StepLog, initial: str | None = None
 ) -> tuple[MmrlTrainer, PreTrainedTokenizerBase, ServedWeights]:
     """Load the policy in its trainer, its tokenizer, and what an engine serves it with.
 

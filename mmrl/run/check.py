@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from mmrl.config import EvalCommandConfig, RootConfig, StageConfig, TrainCommandConfig
+from mmrl.config import EvalRunConfig, RlRunConfig, RootConfig, StageConfig
 from mmrl.config.base import value_at
 from mmrl.config.rules import across_sections, engine_name, without_effect
 from mmrl.engines.endpoint_engine import unreachable, with_model
@@ -78,7 +78,7 @@ def check(config: RootConfig, user_keys: Collection[str] = ()) -> list[str]:
         task = build_task(config.task, config.seed)
     except ConfigError as error:
         return problems + error.problems
-    reward, credited = config.task.reward, config.algo.name if isinstance(config, TrainCommandConfig) else ""
+    reward, credited = config.task.reward, config.algo.name if isinstance(config, RlRunConfig) else ""
     if reward is not None and reward not in task.reward_sets:
         problems.append(unknown("task.reward", reward, task.reward_sets))
     # Without a valid reward set the other options cannot be checked.
@@ -88,19 +88,19 @@ def check(config: RootConfig, user_keys: Collection[str] = ()) -> list[str]:
     problems += task.server_problems() + across_sections(config) + endpoint_problems(config, task)
     # Endpoints to which no request can succeed; each is asked for at most one token.
     needed = {f"engine.endpoints.{module}": settings for module, settings in (config.engine.endpoints or {}).items()}
-    if isinstance(config, EvalCommandConfig) and engine_name(config) == "openai":
+    if isinstance(config, EvalRunConfig) and engine_name(config) == "openai":
         needed["engine.endpoint"] = with_model(config.engine, config.policy)
     problems += unreachable(needed)
     if isinstance(config, StageConfig):
         problems += missing_packages(config.hardware) + missing_trackers(config.run.report_to)
         problems += split_problems(config.task, task, config.eval.split, "eval.split")
         problems += kind_of(config).problems(config, task)
-    if isinstance(config, EvalCommandConfig):
+    if isinstance(config, EvalRunConfig):
         problems += _evaluation_problems(config, task)
     return problems
 
 
-def _evaluation_problems(config: EvalCommandConfig, task: Task) -> list[str]:
+def _evaluation_problems(config: EvalRunConfig, task: Task) -> list[str]:
     policy, modules = served(config), task.program.modules
     # A policy from a run with algo.frozen_serving has two sets of full weights.
     adapters = policy.folders.values()
@@ -116,7 +116,7 @@ def _evaluation_problems(config: EvalCommandConfig, task: Task) -> list[str]:
     return problems
 
 
-def process_problems(config: EvalCommandConfig) -> list[str]:
+def process_problems(config: EvalRunConfig) -> list[str]:
     """Return the problems of a hardware profile with an evaluation, which is one process."""
     hardware = config.hardware
     if hardware.nodes > 1:
@@ -127,7 +127,7 @@ def process_problems(config: EvalCommandConfig) -> list[str]:
     return []
 
 
-def served(config: EvalCommandConfig) -> Policy:
+def served(config: EvalRunConfig) -> Policy:
     """Return the policy behind `policy=`; with engine=openai that is an endpoint's model, and no weights are here.
 
     Raises:

@@ -10,7 +10,7 @@ from mmrl.stages.step_log import StepLog
 from mmrl.system.files import atomic_write, dumps
 
 if TYPE_CHECKING:
-    from mmrl.stages.weights import WeightStage
+    from mmrl.stages.rl import RlStage
 
 PLAYED_BEFORE_TRAINING = 4
 """Examples that `mmrl train` plays before a long run."""
@@ -18,7 +18,7 @@ FILE = "doctor.json"
 """In a run directory: the findings before training."""
 
 
-def examined(stage: WeightStage, examples: int) -> Played:
+def examined(stage: RlStage, examples: int) -> Played:
     """Play a few examples; leaves all sources of random numbers as they were."""
     # It imports torch, which a refused config need not wait for.
     import numpy
@@ -36,7 +36,7 @@ def examined(stage: WeightStage, examples: int) -> Played:
         numpy.random.set_state(numpy_state)
 
 
-def check_before_training(stage: WeightStage, log: StepLog) -> None:
+def check_before_training(stage: RlStage, log: StepLog) -> None:
     """Play a few examples before training where `run.doctor` says so; print and keep the findings.
 
     It stops no run: what so few examples show is for a person to judge.

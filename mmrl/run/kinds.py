@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from mmrl.config import PromptCommandConfig, SftCommandConfig, StageConfig, TrainCommandConfig
+from mmrl.config import PromptRunConfig, RlRunConfig, SftRunConfig, StageConfig
 from mmrl.run import prompts, rl, sft
 from mmrl.stages import Stage
 from mmrl.tasks.base import Task
@@ -30,9 +30,9 @@ class StageKind(Generic[ConfigT]):
 
 
 KINDS: Mapping[type[StageConfig], StageKind[Any]] = {
-    TrainCommandConfig: StageKind(rl.problems, lambda config, task: config.train.steps, rl.build),
-    SftCommandConfig: StageKind(sft.problems, lambda config, task: config.train.steps, sft.build),
-    PromptCommandConfig: StageKind(prompts.problems, prompts.trials, prompts.build),
+    RlRunConfig: StageKind(rl.problems, lambda config, task: config.train.steps, rl.build),
+    SftRunConfig: StageKind(sft.problems, lambda config, task: config.train.steps, sft.build),
+    PromptRunConfig: StageKind(prompts.problems, prompts.trials, prompts.build),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from mmrl.config import PromptCommandConfig
+from mmrl.config import PromptRunConfig
 from mmrl.config.rules import engine_name
 from mmrl.engines.endpoint_engine import unreachable
 from mmrl.run.build import build_task, engine_problems, fixed_engine, reward_set, server_devices, split_problems
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mmrl.stages.step_log import StepLog
 
 
-def problems(config: PromptCommandConfig, task: Task) -> list[str]:
+def problems(config: PromptRunConfig, task: Task) -> list[str]:
     """Return what stands against a run, its data and the endpoint of its prompt model included."""
     found = split_problems(config.task, task, "train", "task.data.train") + engine_problems(config)
     model = getattr(config.algo, "prompt_model", None)
@@ -29,13 +29,13 @@ def problems(config: PromptCommandConfig, task: Task) -> list[str]:
     return found + prompt_problems(config, task)
 
 
-def trials(config: PromptCommandConfig, task: Task) -> int:
+def trials(config: PromptRunConfig, task: Task) -> int:
     """Return about as many trials as the optimiser makes; 0 where it does not say."""
     _, validation = split(config.algo, task.examples("train"), config.seed)
     return config.algo.expected_trials(len(task.program.modules), len(validation))
 
 
-def build(config: PromptCommandConfig, task: Task, log: StepLog) -> PromptStage:
+def build(config: PromptRunConfig, task: Task, log: StepLog) -> PromptStage:
     """Open the engine of the policy, whose weights stay."""
     from mmrl.stages.prompts.stage import PromptStage
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from mmrl import engines
 from mmrl.algorithms import ALGORITHMS
 from mmrl.algorithms import problems as algorithm_problems
-from mmrl.config import TrainCommandConfig
+from mmrl.config import RlRunConfig
 from mmrl.config.algo import CriticConfig
 from mmrl.config.rules import across_sections, engine_name
 from mmrl.engines import EngineSetup, build_engine, engine_class
@@ -41,16 +41,16 @@ from mmrl.trainer.settings import Settings
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from mmrl.stages.rl import RlStage
     from mmrl.stages.step_log import StepLog
-    from mmrl.stages.weights import WeightStage
 
 
-def plan_problems(config: TrainCommandConfig, task: Task) -> list[str]:
+def plan_problems(config: RlRunConfig, task: Task) -> list[str]:
     """Return problems of a training run wherever it runs: no data is read, no server called, no package looked for."""
     return across_sections(config) + endpoint_problems(config, task) + _rl_problems(config, task)
 
 
-def _rl_problems(config: TrainCommandConfig, task: Task) -> list[str]:
+def _rl_problems(config: RlRunConfig, task: Task) -> list[str]:
     # From cheap to expensive; nothing here leaves this process.
     modules, critic = config.model.modules is not None, getattr(config.algo, "critic", None)
     problems = hardware_problems(config.hardware, engine_name(config), modules, critic)
@@ -71,7 +71,7 @@ def _rl_problems(config: TrainCommandConfig, task: Task) -> list[str]:
     return problems + turns_missing(config.task.reward, config.algo.name, task)
 
 
-def problems(config: TrainCommandConfig, task: Task) -> list[str]:
+def problems(config: RlRunConfig, task: Task) -> list[str]:
     """Return what stands against a run: problems of a plan, teachers that are not there, splits that are too small."""
     rank = config.model.lora.r if config.model.lora is not None else 0
     copied = module_assignment(config, task.program.modules).copied
@@ -90,7 +90,7 @@ def problems(config: TrainCommandConfig, task: Task) -> list[str]:
     return found
 
 
-def kl_problems(config: TrainCommandConfig) -> list[str]:
+def kl_problems(config: RlRunConfig) -> list[str]:
     """Return the problem of a KL term in the reward, part of credit, where the engine records no log-probabilities."""
     algo = config.algo
     if not isinstance(algo, CriticConfig) or algo.kl != "reward" or algo.beta == 0:
@@ -100,7 +100,7 @@ def kl_problems(config: TrainCommandConfig) -> list[str]:
     return [f"{kept} {unrecorded}, algo.kl=loss or algo.beta=0"] if unrecorded else []
 
 
-def staleness_problems(config: TrainCommandConfig) -> list[str]:
+def staleness_problems(config: RlRunConfig) -> list[str]:
     """Return the problems of sampling the next batch while this one trains."""
     if not (staleness := config.train.staleness):
         return []
@@ -119,7 +119,7 @@ def staleness_problems(config: TrainCommandConfig) -> list[str]:
     return problems + engines.staleness_problems(config.engine, engine_name(config), staleness, adapters, sampling)
 
 
-def replay_problems(config: TrainCommandConfig, task: Task) -> list[str]:
+def replay_problems(config: RlRunConfig, task: Task) -> list[str]:
     """Return the one sentence for an algorithm that plays an agent again, which does not repeat its requests."""
     if getattr(config.task, "deterministic", True):
         return []
@@ -133,7 +133,7 @@ def replay_problems(config: TrainCommandConfig, task: Task) -> list[str]:
     ]
 
 
-def negative_rewards(config: TrainCommandConfig, task: Task) -> list[str]:
+def negative_rewards(config: RlRunConfig, task: Task) -> list[str]:
     """Return the settings that make rewards negative, where `algo.scale=mean` divides by their mean."""
     algo, absent = config.algo, task.absent_features
     if getattr(algo, "scale", True) != "mean":
@@ -149,7 +149,7 @@ def negative_rewards(config: TrainCommandConfig, task: Task) -> list[str]:
     return [f"{key}: got {value}, {why}; expected {expected}" for key, value, negative, expected in causes if negative]
 
 
-def teacher_problems(config: TrainCommandConfig, task: Task) -> list[str]:
+def teacher_problems(config: RlRunConfig, task: Task) -> list[str]:
     """Return problems of teachers: missing policies, unreadable prompts, modules that the student does not have."""
     problems: list[str] = []
     if (program := getattr(config.algo, "program", None)) is not None:
@@ -181,9 +181,9 @@ def teacher_problems(config: TrainCommandConfig, task: Task) -> list[str]:
     return problems
 
 
-def build(config: TrainCommandConfig, task: Task, log: StepLog) -> WeightStage:
+def build(config: RlRunConfig, task: Task, log: StepLog) -> RlStage:
     """Load the policy in its trainer, the engine that samples it, and teachers."""
-    from mmrl.stages.weights import WeightStage
+    from mmrl.stages.rl import RlStage
 
     log.prefetched = bool(config.train.staleness)
     assignment = module_assignment(config, task.program.modules)
@@ -206,7 +206,7 @@ def build(config: TrainCommandConfig, task: Task, log: StepLog) -> WeightStage:
         engine.close()
         raise
     different = {id(e): e for e in (engine, *(teacher.engine for teacher in teachers.values()))}
-    return WeightStage(
+    return RlStage(
         config=config,
         task=task,
         engine=engine,
@@ -221,7 +221,7 @@ def build(config: TrainCommandConfig, task: Task, log: StepLog) -> WeightStage:
     )
 
 
-def _load_teachers(config: TrainCommandConfig, student: LoadedTeacher) -> dict[str, LoadedTeacher]:
+def _load_teachers(config: RlRunConfig, student: LoadedTeacher) -> dict[str, LoadedTeacher]:
     """Load the teachers by name; those of the same weights share an engine, those without use the student's."""
     from mmrl.engines.endpoint_engine import EndpointEngine
     from mmrl.models.load import load_policy

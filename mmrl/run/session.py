@@ -20,11 +20,11 @@ from mmrl import engines
 from mmrl.config import (
     EngineConfig,
     HardwareConfig,
+    RlRunConfig,
     RootConfig,
     RunConfig,
     StageConfig,
-    TrainCommandConfig,
-    WeightsConfig,
+    WeightRunConfig,
     validate_stored,
 )
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, ProcessLost, continue_with, located, storage
@@ -67,7 +67,7 @@ def begin(config: StageConfig, command: Sequence[str], resumed: bool = False) ->
     """
     config = started(config)
     keep_start(config)
-    credited = isinstance(config, TrainCommandConfig)
+    credited = isinstance(config, RlRunConfig)
     # A process that a launcher has started, Ray too, joins the others below.
     on_ray = credited and config.hardware.ray is not None and launched() is None
     config = settle(config, ray_cluster.connect(config.hardware) if on_ray else None)
@@ -112,7 +112,7 @@ def _rewind(config: StageConfig, rundir: RunDir) -> Path | None:
     with located(f"{rundir.path}/config.yaml: "):
         check_all([config.in_folder(None)])
     with storage(rundir.path):
-        if not isinstance(config, WeightsConfig):
+        if not isinstance(config, WeightRunConfig):
             from mmrl.report.trials import FOLDER, MEMO
 
             # Before a model loads; the stage would come to it later.
@@ -156,7 +156,7 @@ def extended(folder: Path, steps_text: str) -> Iterator[None]:
         ConfigError: no such number, or a schedule that depends on it.
         CheckpointError: it is no training run, or another process has it.
     """
-    config = stored_config(folder, WeightsConfig, reading=True).train
+    config = stored_config(folder, WeightRunConfig, reading=True).train
     if not re.fullmatch(r"\+?[0-9]{1,9}", steps_text):
         raise ConfigError(f"train.steps: got '{steps_text}', expected +N (further steps) or a number of steps")
     steps = int(steps_text) + (config.steps if steps_text.startswith("+") else 0)
@@ -185,7 +185,7 @@ def work(job: JsonObject) -> int:
     """Begin or continue a run in one of the processes that `start` has started."""
     import_plugins(job["config"].get("plugins", ()))
     try:
-        return begin(validate_stored(TrainCommandConfig, job["config"]), job["command"], job["resumed"])
+        return begin(validate_stored(RlRunConfig, job["config"]), job["command"], job["resumed"])
     except RuntimeError as error:
         if not lost_a_process(error):
             raise
@@ -226,7 +226,7 @@ def _opened(
         yield rundir
 
 
-def _require_whole(config: WeightsConfig, rundir: RunDir, checkpoint: Path) -> None:
+def _require_whole(config: WeightRunConfig, rundir: RunDir, checkpoint: Path) -> None:
     """Refuse a damaged checkpoint, and a run whose files do not hold each step up to it once.
 
     Raises:
@@ -246,7 +246,7 @@ def _require_whole(config: WeightsConfig, rundir: RunDir, checkpoint: Path) -> N
         for step in range(1, done + 1):
             if lines[step] != 1:
                 raise CheckpointError(f"{rundir.metrics_path}: has {lines[step]} lines of step {step}, expected 1")
-            if isinstance(config, TrainCommandConfig) and read_step(rundir, step)[0].step != step:
+            if isinstance(config, RlRunConfig) and read_step(rundir, step)[0].step != step:
                 raise CheckpointError(f"{rundir.journal_path(step)}: is of another step")
             # Those before training and after the last step are read again, and completed, by the stage.
             if step < config.train.steps and f"eval/{split}/reward" in history[step]:
@@ -273,8 +273,8 @@ def session(config: StageConfig, rundir: RunDir, checkpoint: Path | None, proces
     from mmrl.report.stats import counted
     from mmrl.report.trackers import trackers
     from mmrl.stages.evaluate import Evaluations
+    from mmrl.stages.rl import RlStage
     from mmrl.stages.step_log import StepLog
-    from mmrl.stages.weights import WeightStage
 
     started = time.perf_counter()
     task = build_task(config.task, config.seed)
@@ -295,7 +295,7 @@ def session(config: StageConfig, rundir: RunDir, checkpoint: Path | None, proces
     ):
         opening = f"continuing from step {done}" if done else "continuing" if rundir.history() else "starting"
         where = f"{config.model.name} ({config.hardware.device}, {counted(config.hardware.threads or 1, 'thread')})"
-        batch = counted(config.train.batch_size, "example") if isinstance(config, WeightsConfig) else ""
+        batch = counted(config.train.batch_size, "example") if isinstance(config, WeightRunConfig) else ""
         size = f", {counted(steps, 'step')} of {batch}" if batch else ""
         facts = ", ".join(f"{key} {value}" for key, value in task.describe().items())
         work = f"{config.algo.name} on {task.name} with {where}{size}"
@@ -310,7 +310,7 @@ def session(config: StageConfig, rundir: RunDir, checkpoint: Path | None, proces
                 try:
                     examples, subset = evaluated(task, config, config.eval.split)
                     evaluations = Evaluations(examples=examples, last_step=steps, stage=stage)
-                    if isinstance(stage, WeightStage) and checkpoint is None:
+                    if isinstance(stage, RlStage) and checkpoint is None:
                         check_before_training(stage, log)
                     before = evaluations.baseline()
                     stage.improve(evaluations, checkpoint)

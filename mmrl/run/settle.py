@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from mmrl.config import (
-    EvalCommandConfig,
+    EvalRunConfig,
+    RlRunConfig,
     RootConfig,
     StageConfig,
-    TrainCommandConfig,
-    WeightsConfig,
+    WeightRunConfig,
     schema_of,
     validate_stored,
 )
@@ -85,7 +85,7 @@ def settle(config: ConfigT, device: str | None = None, planned: bool = False) ->
     return config.model_copy(update=update)
 
 
-def module_assignment(config: WeightsConfig, modules: Sequence[str]) -> ModuleAssignment:
+def module_assignment(config: WeightRunConfig, modules: Sequence[str]) -> ModuleAssignment:
     """Describe which of a program's modules uses which weights in a training run."""
     answered = {module: endpoint.model for module, endpoint in (config.engine.endpoints or {}).items()}
     return ModuleAssignment(
@@ -197,7 +197,7 @@ def refuse_edits(folder: Path, config: RootConfig) -> None:
         print(f"warning: {folder}/config.yaml: since the start: {', '.join(texts.values())}", file=sys.stderr)
 
 
-def weight_run(path: Path) -> tuple[RunDir, WeightsConfig]:
+def weight_run(path: Path) -> tuple[RunDir, WeightRunConfig]:
     """Return the run that has trained the weights of the policy at `path`, and its config with the policy's prompts.
 
     Of prompts that were optimised from another run (`from=RUN`) that is the run before.
@@ -210,7 +210,7 @@ def weight_run(path: Path) -> tuple[RunDir, WeightsConfig]:
     if "policy" in run.config:
         raise CheckpointError(f"{path}: this is an evaluation, which has no weights; give the run that it evaluated")
     config = stored_config(path, StageConfig, reading=True)
-    if isinstance(config, WeightsConfig):
+    if isinstance(config, WeightRunConfig):
         return run, config
     if config.start is not None:
         # Prompts that were optimised for weights that another run has trained.
@@ -241,7 +241,7 @@ def stored_config(folder: Path, schema: type[ConfigT], *, reading: bool = False)
         raise CheckpointError(f"{folder}/config.yaml: has neither algo nor policy, expected one as in every run's")
     stored_schema = schema_of(stored)
     if not issubclass(stored_schema, schema):
-        refusal = (TrainCommandConfig if schema is EvalCommandConfig else stored_schema).refusal
+        refusal = (RlRunConfig if schema is EvalRunConfig else stored_schema).refusal
         raise CheckpointError(f"{folder}: {refusal.format(folder=folder)}")
     packages = packages_of(stored) if not reading or _needs_plugins(stored) else []
     announce_code(folder, stored, packages, program=not reading)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mmrl.config import SftCommandConfig
+from mmrl.config import SftRunConfig
 from mmrl.engines import build_engine
 from mmrl.run.build import engine_setup, load_trainer, reward_set, split_problems
 from mmrl.run.settle import module_assignment
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mmrl.stages.step_log import StepLog
 
 
-def problems(config: SftCommandConfig, task: Task) -> list[str]:
+def problems(config: SftRunConfig, task: Task) -> list[str]:
     """Return what stands against a run, its data included."""
     assignment = module_assignment(config, task.program.modules)
     found = assignment.problems() + sft_problems(config, task, tuple(assignment.untrained))
@@ -26,7 +26,7 @@ def problems(config: SftCommandConfig, task: Task) -> list[str]:
     return found
 
 
-def build(config: SftCommandConfig, task: Task, log: StepLog) -> SftStage:
+def build(config: SftRunConfig, task: Task, log: StepLog) -> SftStage:
     """Load the policy in its trainer, and what samples and evaluates it."""
     from mmrl.stages.sft import SftStage
 

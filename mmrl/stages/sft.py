@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmrl import rng
-from mmrl.config import SftCommandConfig
+from mmrl.config import SftRunConfig
 from mmrl.credit.entries import Entry
 from mmrl.errors import CheckpointError, ConfigError, DataError
 from mmrl.models.assignment import ModuleAssignment
@@ -49,7 +49,7 @@ FINGERPRINT = "warmup"
 
 
 @dataclass(kw_only=True)
-class SftStage(Stage[SftCommandConfig]):
+class SftStage(Stage[SftRunConfig]):
     """Supervised training on given completions; its engine samples the rollouts of `algo.source=rollouts`.
 
     Args:

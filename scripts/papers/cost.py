@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mmrl.config import EvalCommandConfig, TrainCommandConfig
+from mmrl.config import EvalRunConfig, RlRunConfig
 from mmrl.errors import MmrlError
 from mmrl.report.text import align
 from mmrl.sets.queue import SetRun, by_cell
@@ -41,12 +41,12 @@ def device_hours(run: SetRun, items: int | None) -> tuple[float, int]:
     from mmrl.commands.plan import PlanArguments, evaluation_hours, make_plan
 
     config = run.config
-    if isinstance(config, EvalCommandConfig):
+    if isinstance(config, EvalRunConfig):
         # The weights do not exist yet; they have the size of the model that is trained.
         path = run.chain[0].config.model.path if run.after is not None else config.policy
         model = config.model.model_copy(update={"path": path})
         return evaluation_hours(config.model_copy(update={"model": model}), items)
-    if not isinstance(config, TrainCommandConfig):
+    if not isinstance(config, RlRunConfig):
         return 0.0, 1
     hardware = config.hardware
     plan = make_plan(config, PlanArguments(dry=0, device="cpu" if hardware.device == "cpu" else "h100"))

@@ -23,8 +23,8 @@ from statistics import fmean
 
 import dspy
 
-from mmrl.config import PromptCommandConfig
-from mmrl.config.other_stages import ProposingConfig
+from mmrl.config import PromptRunConfig
+from mmrl.config.prompts import ProposingConfig
 from mmrl.engines.base import total_usage
 from mmrl.report.trials import FOLDER, MEMO, PROPOSALS, TRIALS, nothing_went_well
 from mmrl.stages import Stage
@@ -60,7 +60,7 @@ class PromptResult:
 
 
 @dataclass(kw_only=True)
-class PromptStage(Stage[PromptCommandConfig]):
+class PromptStage(Stage[PromptRunConfig]):
     """Optimisation of prompts.
 
     `improve` again on the same run directory, in any process, goes on where it was: DSPy's optimiser runs from its

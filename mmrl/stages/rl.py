@@ -16,7 +16,7 @@ from mmrl.engines.base import Engine, total_usage
 from mmrl.models.assignment import ModuleAssignment
 from mmrl.records import Forest
 from mmrl.report.stats import modules_in
-from mmrl.stages.collect import Collector, train_calls
+from mmrl.stages.collect import RolloutSampler, train_calls
 from mmrl.stages.evaluate import Evaluations
 from mmrl.stages.step_metrics import credit_metrics, forest_metrics, never_metrics
 from mmrl.store.journal import JournalWriter, decode_step, encode_step
@@ -31,7 +31,7 @@ AHEAD = "sampled_ahead"
 
 
 @dataclass(kw_only=True)
-class WeightStage(Collector):
+class RlStage(RolloutSampler):
     """Training of a policy's weights by reinforcement learning."""
 
     engines: Sequence[Engine]
@@ -70,7 +70,7 @@ class WeightStage(Collector):
         return {**self.assignment.record(), AHEAD: [encode_step(forest, ()) for forest in forests]}
 
     def next_batch(self, step: int) -> StepBatch:
-        """Sample and credit step number `step` (from 1); raises as `Collector.collect`."""
+        """Sample and credit step number `step` (from 1); raises as `RolloutSampler.collect`."""
         self.log.begin()
         count = self.config.algo.minibatches
         with self.log.sampling():
