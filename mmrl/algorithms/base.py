@@ -36,7 +36,9 @@ class Algorithm(Protocol[AlgoT]):
         super().__init_subclass__()
         for base in vars(cls).get("__orig_bases__", ()):
             for named in get_args(base):
-                cls.section = getattr(named, "__bound__", named)
+                named = getattr(named, "__bound__", named)
+                if isinstance(named, type) and issubclass(named, AlgoConfig):  # not Any, nor a class by its name
+                    cls.section = named
 
     def check(self, algo: AlgoT, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
         """Return problems of this algorithm with a program's modules and a task's reward sets, one sentence each."""

@@ -136,8 +136,7 @@ class MhgpoFofOs(Mhgpo[MhgpoFofOsConfig]):
 
     def plan(self, algo: MhgpoFofOsConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
         """Plan one tree with two forks: G branches, G samples of the last module on each."""
-        size = algo.group_size
-        return plans.fork_on_first(modules, size, last_width=size)
+        return plans.fork_on_first(modules, algo.group_size, last_width=algo.group_size)
 
     def groups(self, forest: Forest, rewards: Mapping[str, Reward], algo: MhgpoFofOsConfig, seed: int) -> list[Group]:
         """Group all G² terminal calls of an example, or G per branch (`os_group`)."""

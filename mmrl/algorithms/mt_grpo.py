@@ -31,7 +31,7 @@ from mmrl.credit.scored import ScoredRollout, by_example
 from mmrl.records import Forest
 
 
-class MtGrpo(Algorithm[MtGrpoConfig | MtGrpoVariableConfig]):
+class MtGrpo(Algorithm[TurnGroupConfig]):
     """Turn-level advantages over G independent chains: of two turns, or of any number."""
 
     needs_turn_rewards = True
@@ -40,9 +40,7 @@ class MtGrpo(Algorithm[MtGrpoConfig | MtGrpoVariableConfig]):
         self.name = name
 
     @override
-    def credit(
-        self, forest: Forest, algo: MtGrpoConfig | MtGrpoVariableConfig, seed: int, minibatch: Minibatches = None
-    ) -> Credit:
+    def credit(self, forest: Forest, algo: TurnGroupConfig, seed: int, minibatch: Minibatches = None) -> Credit:
         # Turns are compared one by one, then added up along the rollout: comparing the sums would be GRPO-MR again.
         examples = compare_turns(by_example(forest), algo, turn_rules(algo))
         advantages = {name: example.advantages(algo) for name, example in examples.items()}
@@ -78,10 +76,11 @@ class TurnRules:
     """A rollout without a tool result takes the merged advantage on all its tokens."""
 
 
-def turn_rules(algo: MtGrpoConfig | MtGrpoVariableConfig) -> TurnRules:
+def turn_rules(algo: TurnGroupConfig) -> TurnRules:
     """Return the rules of an algorithm's config."""
     if isinstance(algo, MtGrpoConfig):
         return TurnRules(two_turns=True, missing=algo.missing_turn, combined=algo.no_tool == "combined")
+    assert isinstance(algo, MtGrpoVariableConfig)
     return TurnRules(two_turns=False, missing=algo.missing_turn, combined=False)
 
 

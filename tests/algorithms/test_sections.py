@@ -1,6 +1,6 @@
 """A section of the config that an algorithm does not take."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -12,7 +12,13 @@ from mmrl.errors import ConfigError
 
 @pytest.mark.parametrize(
     "algorithm, takes",
-    [("mhgpo_rr", "MhgpoRrConfig"), ("mhgpo_fof", "MhgpoConfig"), ("ppo", "TurnCriticConfig"), ("grpo", "GroupConfig")],
+    [
+        ("mhgpo_rr", "MhgpoRrConfig"),
+        ("mhgpo_fof", "MhgpoConfig"),
+        ("ppo", "TurnCriticConfig"),
+        ("grpo", "GroupConfig"),
+        ("mt_grpo", "TurnGroupConfig"),
+    ],
 )
 def test_an_algorithm_with_the_section_of_another_is_refused(algorithm, takes, monkeypatch):
     class Section(AlgoConfig):
@@ -27,6 +33,20 @@ def test_an_algorithm_with_the_section_of_another_is_refused(algorithm, takes, m
     monkeypatch.setitem(ALGORITHMS, "mine", Mine())
     with pytest.raises(ConfigError, match=f"algo: the section of 'mine' is no {takes}, which its algorithm takes"):
         problems(Section(), ("a",), ("outcome",))
+
+
+def test_an_algorithm_that_names_no_section_takes_any(monkeypatch):
+    class Section(AlgoConfig):
+        name: Literal["mine"] = "mine"
+
+    class Mine(Algorithm[Any]):
+        name = "mine"
+
+        def credit(self, forest, algo, seed, minibatch=None):
+            return Credit(algo=self.name, entries=())
+
+    monkeypatch.setitem(ALGORITHMS, "mine", Mine())
+    assert problems(Section(), ("a",), ("outcome",)) == []
 
 
 def test_an_algorithm_without_a_plan_needs_a_group_size():
