@@ -42,13 +42,17 @@ def check_before_training(stage: RlStage, log: StepLog) -> None:
     It stops no run: what so few examples show is for a person to judge.
     """
     config = stage.config
-    # Runs on a CPU are small, and are mostly watched to their end.
-    wanted = config.hardware.device != "cpu" if config.run.doctor == "auto" else config.run.doctor
-    # A start of this run that was killed may have left them; again they would cost rollouts.
-    if not log.processes.first(wanted and not (log.rundir.path / FILE).exists()):
+    if not log.processes.first(doctor_runs(config, log.rundir.path / FILE)):
         return
     facts = examined(stage, PLAYED_BEFORE_TRAINING)
     findings = find(facts)
     if log.processes.main:
         log.progress.note(f"before training (run.doctor=false leaves this out):\n{report(facts, findings)}")
         atomic_write(log.rundir.path / FILE, dumps(as_object(facts, findings), indent=1) + "\n")
+
+
+def doctor_runs(config: RlRunConfig, findings: Path) -> bool:
+    """True if `mmrl train` plays examples before training: not where a start that was killed has left its findings."""
+    wanted = config.run.doctor
+    # Runs on a CPU are small, and are mostly watched to their end.
+    return (config.hardware.device != "cpu" if wanted == "auto" else wanted) and not findings.exists()

@@ -79,12 +79,7 @@ class SftStage(Stage[SftRunConfig]):
         """
         self.evaluations = evaluations
         algo, done = self.config.algo, 0
-        if algo.source == "rollouts":
-            placed = self._sampled()
-        else:
-            examples = read_examples(self.config, self.task, tuple(self.assignment.untrained))
-            placed = [(where, encode(self.tokenizer, demonstration)) for where, demonstration in examples]
-        self.calls = self._fitting(placed)
+        self.calls = self._fitting(self._sampled() if algo.source == "rollouts" else self._demonstrated())
         self.data = f"{rng.digest(*(str((c.module, c.prompt_ids, c.completion_ids)) for c in self.calls)):032x}"
         counts = Counter(item.module or "no module" for item in self.calls)
         sources = {"task": "demonstrations of the task", "file": str(algo.file), "rollouts": "own rollouts"}
@@ -124,6 +119,11 @@ class SftStage(Stage[SftRunConfig]):
         supervised = ", ".join(f"{value} {_SHOWN[f'sft/{key}']}" for key, value in facts.items())
         facts = {**self.assignment.describe(), **self.trainer.facts}
         return {"supervised": supervised, **facts, **self.engine.describe()}
+
+    def _demonstrated(self) -> list[tuple[str, Call]]:
+        """Return the sequences of the task's demonstrations or of the file, each with its place."""
+        examples = read_examples(self.config, self.task, tuple(self.assignment.untrained))
+        return [(where, encode(self.tokenizer, demonstration)) for where, demonstration in examples]
 
     def _sampled(self) -> list[tuple[str, Call]]:
         """Return the calls of the best rollouts, as they were sampled, each with its id."""

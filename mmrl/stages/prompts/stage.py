@@ -140,9 +140,7 @@ class PromptStage(Stage[PromptRunConfig]):
         start = rollouts.student.module.deepcopy()
         self._note_prompts("start", start)
         train, heldout = split(algo, self.task.examples("train"), self.config.seed)
-        writer = None
-        if isinstance(algo, ProposingConfig) and not getattr(algo, "instructions", None):
-            writer = Writer(self, algo, memo, loop, self.paid)
+        writer = self._make_writer(memo, loop)
         setup = SearchSetup(
             rollouts=rollouts,
             train=[TrainExample.from_example(example) for example in train],
@@ -172,6 +170,12 @@ class PromptStage(Stage[PromptRunConfig]):
         path = (self.log.rundir.path / "prompts").with_suffix(rollouts.student.suffix)
         rollouts.student.save(selected, path)
         return PromptResult(path, improved, before, max(before, best))
+
+    def _make_writer(self, memo: Memo, loop: Loop) -> Writer | None:
+        algo = self.config.algo
+        if not isinstance(algo, ProposingConfig) or getattr(algo, "instructions", None):
+            return None
+        return Writer(self, algo, memo, loop, self.paid)
 
     @contextmanager
     def _remembering(self, memo: Memo) -> Iterator[None]:
