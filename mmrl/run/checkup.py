@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mmrl.config import RlRunConfig
 from mmrl.report.doctor import Played, as_object, find, report
 from mmrl.stages.step_log import StepLog
 from mmrl.system.files import atomic_write, dumps

@@ -69,9 +69,7 @@ def _evaluate(config: EvalRunConfig, rundir: RunDir) -> int:
     other_splits = {f"{split} items" for split in ("train", "dev", "test") if split != config.split}
     facts = {name: fact for name, fact in task.describe().items() if name not in other_splits}
     facts |= {**subset, **usage, **describe_weights(policy.modules), **other_task(config.policy, config.task.name)}
-    # Its numbers on real data look like results.
-    if is_shipped(config.policy) and "mini world" not in str(facts.get("data", "mini world")):
-        facts["note"] = "the tiny model is made for the mini world and cannot read real text"
+    facts |= unsuited(config.policy, facts)
     metrics, failure = evaluation_metrics(items, config.eval, config.seed), too_many_failed(items, config.eval)
     recorded = (without_scores(metrics) if failure else metrics) | requests
     rundir.write_summary(
@@ -83,6 +81,13 @@ def _evaluate(config: EvalRunConfig, rundir: RunDir) -> int:
         skipped = f"; {unstarted} items were not begun" if unstarted else ""
         raise TooManyFailures(f"{failure}{skipped}; once that is mended: {_resume(rundir.path)}")
     return 0
+
+
+def unsuited(policy: str, facts: Mapping[str, object]) -> dict[str, str]:
+    """Return the note beside numbers of the tiny model on real data, which look like results and are none."""
+    if not is_shipped(policy) or "mini world" in str(facts.get("data", "mini world")):
+        return {}
+    return {"note": "the tiny model is made for the mini world and cannot read real text"}
 
 
 def _items(

@@ -80,7 +80,7 @@ class SftStage(Stage[SftRunConfig]):
         self.evaluations = evaluations
         algo, done = self.config.algo, 0
         self.calls = self._fitting(self._sampled() if algo.source == "rollouts" else self._demonstrated())
-        self.data = f"{rng.digest(*(str((c.module, c.prompt_ids, c.completion_ids)) for c in self.calls)):032x}"
+        self.data = fingerprint(self.calls)
         counts = Counter(item.module or "no module" for item in self.calls)
         sources = {"task": "demonstrations of the task", "file": str(algo.file), "rollouts": "own rollouts"}
         per_module = ", ".join(f"{module} {count}" for module, count in counts.items())
@@ -274,9 +274,17 @@ def passes(calls: Sequence[Call], mix: Mapping[str, float], seed: int) -> Iterat
 def step_batch(step: int, calls: Sequence[Call]) -> StepBatch:
     """Return the calls of a step: the loss is the mean over all their completion tokens."""
     weight = 1 / sum(len(call.completion_ids) for call in calls)
-    trained = []
-    for index, call in enumerate(calls):
-        name, tokens = f"{index}", len(call.completion_ids)
-        entry = Entry(call=name, reward=1.0, advantages=(1.0,) * tokens, weights=(weight,) * tokens)
-        trained.append(TrainCall(call=replace(call, id=name), entries=(entry,)))
+    trained = [train_call(f"{index}", call, weight) for index, call in enumerate(calls)]
     return StepBatch(step=step, calls=trained, metrics={"train/sequences": float(len(calls))})
+
+
+def train_call(name: str, call: Call, weight: float) -> TrainCall:
+    """Return a call whose tokens all have advantage 1 and one weight; `name`: its id within the step."""
+    tokens = len(call.completion_ids)
+    entry = Entry(call=name, reward=1.0, advantages=(1.0,) * tokens, weights=(weight,) * tokens)
+    return TrainCall(call=replace(call, id=name), entries=(entry,))
+
+
+def fingerprint(calls: Sequence[Call]) -> str:
+    """Return the digest of the sequences, which tells those of two runs apart."""
+    return f"{rng.digest(*(str((call.module, call.prompt_ids, call.completion_ids)) for call in calls)):032x}"
