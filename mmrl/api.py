@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmrl import run
-from mmrl.config import EvalCommandConfig, RootConfig, StageConfig
+from mmrl.config import EvalRunConfig, RootConfig, StageConfig
 from mmrl.config.base import iter_leaves
 from mmrl.errors import ENDED, ConfigError, MmrlError
 from mmrl.store.policy import resolve
@@ -83,7 +83,7 @@ def train(config: RootConfig) -> Run:
 
 def evaluate(config: RootConfig) -> Run:
     """Evaluate `policy` on a task's split, and return the evaluation; raises as `train`."""
-    if not isinstance(config, EvalCommandConfig):
+    if not isinstance(config, EvalRunConfig):
         raise ConfigError("policy: missing, expected policy=RUN_DIR")
     return _as_command(lambda: run.evaluate(config))
 

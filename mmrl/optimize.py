@@ -28,7 +28,7 @@ import dspy
 from dspy.teleprompt import Teleprompter
 
 from mmrl import api, run
-from mmrl.config import EvalCommandConfig, RootConfig, StageConfig, StartConfig
+from mmrl.config import EvalRunConfig, RootConfig, StageConfig, StartConfig
 from mmrl.config.base import SHIPPED, value_at
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, continue_with, gathered, refuse
 from mmrl.rollout.dspy.policy_lm import PolicyLM, ServedPolicy
@@ -307,7 +307,7 @@ def _served(folder: Path, predictors: Sequence[str] = ()) -> ServedPolicy:
     config = stored_config(folder, RootConfig)
     # With the limits and the engine of training: the program is to speak as it did there.
     shared = {name: getattr(config, name) for name in ("seed", "task", "model", "hardware", "engine", "eval", "run")}
-    evaluation = settle(EvalCommandConfig(policy=str(folder), plugins=config.plugins, **shared)).config
+    evaluation = settle(EvalRunConfig(policy=str(folder), plugins=config.plugins, **shared)).config
     policy = served(evaluation)
     if policy.modules is not None and (missing := [name for name in predictors if name not in policy.modules]):
         raise ConfigError(

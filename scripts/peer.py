@@ -24,7 +24,7 @@ import trl
 from datasets import Dataset
 
 from mmrl.cli.configs import configured
-from mmrl.config import TrainCommandConfig
+from mmrl.config import RlRunConfig
 from mmrl.engines.base import Completion, Engine, Request
 from mmrl.engines.embedded.batch_rows import eos_ids
 from mmrl.models.load import load_policy
@@ -66,7 +66,7 @@ class Replies(Engine):
 class Peer:
     """A task of mmrl's as TRL wants it: a dataset of prompts, and a reward function."""
 
-    def __init__(self, config: TrainCommandConfig, tokenizer: Any, ends: Collection[int]):
+    def __init__(self, config: RlRunConfig, tokenizer: Any, ends: Collection[int]):
         self.config, self.tokenizer, self.ends = config, tokenizer, ends
         self.task = build_task(config.task, config.seed)
         batch, examples = config.train.batch_size, self.task.examples("train")
@@ -120,12 +120,12 @@ class Clock(transformers.TrainerCallback):
         self.since, self.rewards = now, []
 
 
-def read(words: Sequence[str]) -> TrainCommandConfig:
+def read(words: Sequence[str]) -> RlRunConfig:
     """Return the config of the words; exits with those that TRL would not follow."""
     keys = [word.partition("=")[0] for word in words]
     if foreign := [key for key in keys if key.partition(".")[0] in ("train", "algo") and key not in TAKEN]:
         raise SystemExit(f"not taken by TRL: {', '.join(foreign)}")
-    return settle(cast(TrainCommandConfig, configured(["algo=grpo", *words]))).config
+    return settle(cast(RlRunConfig, configured(["algo=grpo", *words]))).config
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -7,6 +7,7 @@ A user's own package (`plugins=[pkg]`) adds an algorithm by writing its instance
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
+from typing import Any
 
 from mmrl.algorithms.base import Algorithm
 from mmrl.algorithms.ccpo import Ccpo
@@ -17,28 +18,30 @@ from mmrl.algorithms.grpo import Grpo
 from mmrl.algorithms.igpo import Igpo
 from mmrl.algorithms.mhgpo import Mhgpo, MhgpoFofOs, MhgpoIs, MhgpoRr
 from mmrl.algorithms.mmgrpo import Mmgrpo
-from mmrl.algorithms.mt_grpo import MtGrpo, MtGrpoVariable
+from mmrl.algorithms.mt_grpo import MtGrpo
 from mmrl.algorithms.ppo import Mappo, Ppo
 from mmrl.algorithms.tree_grpo import TreeGrpo
 from mmrl.config import AlgoConfig
 from mmrl.credit.entries import Credit, Group
+from mmrl.credit.loss_weights import Minibatches
+from mmrl.errors import ConfigError
 from mmrl.records import Forest
 
-ALGORITHMS: dict[str, Algorithm] = {
+ALGORITHMS: dict[str, Algorithm[Any]] = {
     "ccpo": Ccpo(),
     "dr_mas": DrMas(),
     "gigpo": Gigpo(),
     "grpo": Grpo("grpo", merge=False),
     "grpo_mr": Grpo("grpo_mr", merge=True),
     "igpo": Igpo(),
-    "mappo": Mappo("mappo", turns=False),
+    "mappo": Mappo(),
     "mhgpo_fof": Mhgpo("mhgpo_fof"),
     "mhgpo_fof_os": MhgpoFofOs("mhgpo_fof_os"),
     "mhgpo_is": MhgpoIs("mhgpo_is"),
     "mhgpo_rr": MhgpoRr("mhgpo_rr"),
     "mmgrpo": Mmgrpo(),
     "mt_grpo": MtGrpo("mt_grpo"),
-    "mt_grpo_variable": MtGrpoVariable("mt_grpo_variable"),
+    "mt_grpo_variable": MtGrpo("mt_grpo_variable"),
     "mt_ppo": Ppo("mt_ppo", turns=True),
     "ppo": Ppo("ppo", turns=False),
     "tree_grpo": TreeGrpo(),
@@ -47,8 +50,14 @@ ALGORITHMS: dict[str, Algorithm] = {
 
 
 def problems(algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
-    """Return problems of a config section with a program's modules and a task's reward sets, one sentence each."""
+    """Return problems of a config section with a program's modules and a task's reward sets, one sentence each.
+
+    Raises:
+        ConfigError: a plugin has added the algorithm with the section of another kind.
+    """
     algorithm = ALGORITHMS[algo.name]
+    if not isinstance(algo, section := getattr(algorithm, "section", AlgoConfig)):
+        raise ConfigError(f"algo: the section of '{algo.name}' is no {section.__name__}, which its algorithm takes")
     missing = []
     if algorithm.needs_turn_rewards:
         missing = turn_problems(algo.name, "ppo" if algorithm.needs_critic else "grpo", reward_sets)
@@ -59,7 +68,7 @@ def assign_credit(
     forest: Forest,
     algo: AlgoConfig,
     seed: int,
-    minibatch: Mapping[str, int] | None = None,
+    minibatch: Minibatches = None,
     frozen: Collection[str] = (),
 ) -> Credit:
     """Compute the algorithm's credit, then apply the config's factors and frozen modules.

@@ -3,42 +3,59 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Protocol, TypeVar, get_args
 
 from mmrl import rng
 from mmrl.config import AlgoConfig
 from mmrl.config.algo import GroupConfig
 from mmrl.credit.entries import Credit
+from mmrl.credit.loss_weights import Minibatches
+from mmrl.errors import ConfigError
 from mmrl.records import Forest
 from mmrl.rollout import plans
 
+AlgoT = TypeVar("AlgoT", bound=AlgoConfig, contravariant=True)
 
-class Algorithm(Protocol):
+
+class Algorithm(Protocol[AlgoT]):
     """Four named choices: plan, rewards, groups, advantages (and the weights of the loss mean).
 
     Stateless and pure: no torch, no engine. `plan` says who is sampled how; `credit` turns a forest into entries.
+    `Algorithm[GroupConfig]` takes that section of the config and its subclasses.
     """
 
     # Attributes of the algorithm, whatever its config says: checks and `mmrl plan` read them before anything is built.
     name: str
     needs_turn_rewards: bool = False
     needs_critic: bool = False
+    section: type[AlgoConfig] = AlgoConfig
+    """What stands in the brackets."""
 
-    def check(self, algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for base in vars(cls).get("__orig_bases__", ()):
+            for named in get_args(base):
+                named = getattr(named, "__bound__", named)
+                if isinstance(named, type) and issubclass(named, AlgoConfig):  # not Any, nor a class by its name
+                    cls.section = named
+
+    def check(self, algo: AlgoT, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
         """Return problems of this algorithm with a program's modules and a task's reward sets, one sentence each."""
         return []
 
-    def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
+    def plan(self, algo: AlgoT, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
         """Return the trees to sample for one example, here G independent rollouts.
 
         Args:
             key: (run seed, step, example id), the source of any draw.
         """
-        return plans.independent(GroupConfig.narrow(algo).group_size)
+        if not isinstance(algo, GroupConfig):
+            raise ConfigError(f"algo: '{algo.name}' has no group_size, and its algorithm no plan of its own")
+        return plans.independent(algo.group_size)
 
     @abstractmethod
-    def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
+    def credit(self, forest: Forest, algo: AlgoT, seed: int, minibatch: Minibatches = None) -> Credit:
         """Compute rewards -> groups -> advantages and weights.
 
         Args:

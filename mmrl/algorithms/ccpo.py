@@ -16,29 +16,30 @@ Use it where some modules may not matter: a module whose exchange changes nothin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import fmean
+
+from typing_extensions import override
 
 from mmrl import rng
 from mmrl.algorithms.base import Algorithm
-from mmrl.config import AlgoConfig
 from mmrl.config.algo import CcpoConfig
 from mmrl.credit.entries import Credit, Group, Member, Reward
 from mmrl.credit.groups import compare, weigh
+from mmrl.credit.loss_weights import Minibatches
 from mmrl.credit.scored import ScoredRollout, by_example
 from mmrl.errors import unknown
 from mmrl.records import Forest
 from mmrl.rollout import plans
 
 
-class Ccpo(Algorithm):
+class Ccpo(Algorithm[CcpoConfig]):
     """A group per example and module; rewards that tell what the module changed."""
 
     name = "ccpo"
 
-    def check(self, algo: AlgoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
+    def check(self, algo: CcpoConfig, modules: Sequence[str], reward_sets: Sequence[str]) -> list[str]:
         """Return unknown names in `exchanged`, or no module left to exchange."""
-        algo = CcpoConfig.narrow(algo)
         problems = [unknown("algo.exchanged", name, modules) for name in algo.exchanged or () if name not in modules]
         if not problems and not algo.exchanged_modules(modules):
             problems.append(
@@ -46,16 +47,14 @@ class Ccpo(Algorithm):
             )
         return problems
 
-    def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
+    def plan(self, algo: CcpoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
         """Plan G independent rollouts, each played again for every exchanged module."""
-        algo = CcpoConfig.narrow(algo)
         teacher = next((teacher.name for teacher in algo.teachers or ()), None)
         exchange = plans.Exchange(algo.exchanged_modules(modules), algo.reply, teacher, algo.program)
         return (plans.Tree(exchange=exchange),) * algo.group_size
 
-    def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
-        """See `mmrl.algorithms.Algorithm.credit`."""
-        algo = CcpoConfig.narrow(algo)
+    @override
+    def credit(self, forest: Forest, algo: CcpoConfig, seed: int, minibatch: Minibatches = None) -> Credit:
         exchanged = algo.exchanged_modules(forest.modules)
         groups: dict[tuple[str, str], list[Member]] = {}
         replayed, expected = 0, 0

@@ -5,31 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mmrl.config import AlgoConfig
-from mmrl.config.algo import FACTOR, MhgpoConfig, MhgpoRrConfig
+from mmrl.config.algo import FACTOR
 from mmrl.errors import unknown
 
 TURN_SETS = ("turn", "judge_turn", "gain")
 """Reward sets that give intermediate turns a reward."""
-
-
-def module_problems(algo: MhgpoConfig, modules: Sequence[str]) -> list[str]:
-    """Return module names that the program does not have, or that no module is left to train."""
-    problems = []
-    for key, names in (("train_modules", algo.train_modules or ()), ("freeze_modules", algo.freeze_modules)):
-        problems += [unknown(f"algo.{key}", name, modules) for name in names if name not in modules]
-    # A module that both keys leave out is a contradiction that the user would like to know of, not a harmless repeat.
-    trained = modules if algo.train_modules is None else algo.train_modules
-    idle = [name for name in algo.freeze_modules if name in modules and name not in trained]
-    if idle:
-        problems.append(
-            f"algo.freeze_modules: got {', '.join(idle)}, which has no effect: algo.train_modules leaves it out already"
-        )
-    if not problems and not set(trained) - set(algo.freeze_modules):
-        problems.append(
-            "algo.freeze_modules: no module is left to train; "
-            f"expected at least one of {', '.join(modules)} outside of it"
-        )
-    return problems
 
 
 def scale_problems(algo: AlgoConfig, modules: Sequence[str]) -> list[str]:
@@ -46,16 +26,6 @@ def scale_problems(algo: AlgoConfig, modules: Sequence[str]) -> list[str]:
             if key == "advantage_scale" and not algo.trains(name):
                 problems.append(f"algo.{key}.{name}: got {factor}, which has no effect: the module is not trained")
     return problems
-
-
-def probability_problems(algo: MhgpoRrConfig, modules: Sequence[str]) -> list[str]:
-    """Fork probabilities that are not one per module."""
-    if algo.fork_probs is None or len(algo.fork_probs) == len(modules):
-        return []
-    return [
-        f"algo.fork_probs: got {len(algo.fork_probs)} probabilities, expected {len(modules)}, "
-        f"one per module of the program ({', '.join(modules)})"
-    ]
 
 
 def turn_problems(name: str, instead: str, reward_sets: Sequence[str]) -> list[str]:

@@ -10,25 +10,24 @@ std; with one call of one module a rollout it is GRPO.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing_extensions import override
 
 from mmrl.algorithms.base import Algorithm
-from mmrl.config import AlgoConfig
 from mmrl.config.algo import GroupConfig
 from mmrl.credit.entries import Credit, Group, Member
 from mmrl.credit.groups import compare, weigh
+from mmrl.credit.loss_weights import Minibatches
 from mmrl.credit.scored import by_example
 from mmrl.records import Forest
 
 
-class DrMas(Algorithm):
+class DrMas(Algorithm[GroupConfig]):
     """A group per example and module."""
 
     name = "dr_mas"
 
-    def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
-        """See `mmrl.algorithms.Algorithm.credit`."""
-        algo = GroupConfig.narrow(algo)
+    @override
+    def credit(self, forest: Forest, algo: GroupConfig, seed: int, minibatch: Minibatches = None) -> Credit:
         groups: dict[tuple[str, str], list[Member]] = {}
         for example, rollouts in by_example(forest).items():
             for rollout in rollouts:

@@ -13,27 +13,28 @@ and an alarm says so.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from difflib import SequenceMatcher
 
+from typing_extensions import override
+
 from mmrl.algorithms.base import Algorithm
-from mmrl.config import AlgoConfig
 from mmrl.config.algo import GigpoConfig
 from mmrl.credit.backward import discounted
 from mmrl.credit.entries import Credit, Entry, Group, Member, Reward
 from mmrl.credit.groups import compare, weigh_rollouts
+from mmrl.credit.loss_weights import Minibatches
 from mmrl.credit.scored import ScoredRollout, by_example
 from mmrl.records import Call, Forest
 
 
-class Gigpo(Algorithm):
+class Gigpo(Algorithm[GigpoConfig]):
     """Advantages of a rollout and of its calls' states, added."""
 
     name = "gigpo"
 
-    def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
-        """See `mmrl.algorithms.Algorithm.credit`."""
-        algo = GigpoConfig.narrow(algo)
+    @override
+    def credit(self, forest: Forest, algo: GigpoConfig, seed: int, minibatch: Minibatches = None) -> Credit:
         examples = by_example(forest)
         rollouts = [rollout for samples in examples.values() for rollout in samples]
         episodes = compare([_episodes(example, samples, algo.count) for example, samples in examples.items()], algo)
@@ -67,7 +68,7 @@ State = tuple[str, str, Hashable]
 """Module; what the state is known by (`state`: a name, `prompt`, `call`); and that."""
 
 
-def state_of(call: Call) -> State:
+def call_state(call: Call) -> State:
     """Return the state of a call: the one that the program named, else its prompt, else (nothing repeats) itself."""
     if (state := call.facts.get("state")) is not None:
         return call.module, "state", str(state)
@@ -95,7 +96,7 @@ def _states(rollouts: Sequence[ScoredRollout], algo: GigpoConfig) -> tuple[list[
     for rollout in rollouts:
         rewards = [call.turn_reward or 0.0 for call in rollout.path[:-1]] + [rollout.reward]
         for call, value in zip(rollout.path, discounted(rewards, algo.gamma), strict=True):
-            key = call.example, state_of(call)
+            key = call.example, call_state(call)
             if algo.similarity is not None and key not in groups:
                 known = (state for example, state in groups if example == call.example)
                 key = call.example, _alike(key[1], known, algo.similarity)

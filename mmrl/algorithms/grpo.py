@@ -9,18 +9,18 @@ on any task; `grpo_mr` where a task has turn rewards but credit per turn is not 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing_extensions import override
 
 from mmrl.algorithms.base import Algorithm
-from mmrl.config import AlgoConfig
 from mmrl.config.algo import GroupConfig
 from mmrl.credit.entries import Credit, Group, Member
 from mmrl.credit.groups import compare, weigh
+from mmrl.credit.loss_weights import Minibatches
 from mmrl.credit.scored import by_example
 from mmrl.records import Forest
 
 
-class Grpo(Algorithm):
+class Grpo(Algorithm[GroupConfig]):
     """Group-relative advantage per rollout; `merge` adds turn rewards to the outcome."""
 
     def __init__(self, name: str, merge: bool):
@@ -28,9 +28,8 @@ class Grpo(Algorithm):
         self.merge = merge
         self.needs_turn_rewards = merge
 
-    def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
-        """See `mmrl.algorithms.Algorithm.credit`."""
-        algo = GroupConfig.narrow(algo)
+    @override
+    def credit(self, forest: Forest, algo: GroupConfig, seed: int, minibatch: Minibatches = None) -> Credit:
         groups = [
             # A rollout stands for all its calls: they are one sequence of the loss.
             Group(example, tuple(Member(r.path, r.merged if self.merge else r.outcome) for r in rollouts))

@@ -12,20 +12,21 @@ outcome is the same. Several gold answers: the likeliest counts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
+from typing_extensions import override
+
 from mmrl.algorithms.base import Algorithm
-from mmrl.config import AlgoConfig
 from mmrl.config.algo import IgpoConfig
 from mmrl.credit.backward import discounted
 from mmrl.credit.entries import Credit, Group, Member, Reward
 from mmrl.credit.groups import compare, weigh_rollouts
+from mmrl.credit.loss_weights import Minibatches
 from mmrl.credit.scored import by_example
 from mmrl.records import Forest
 
 
-class Igpo(Algorithm):
+class Igpo(Algorithm[IgpoConfig]):
     """Turn rewards and outcomes of an example in one group, or in a group each, added up along the rollout."""
 
     name = "igpo"
@@ -33,9 +34,8 @@ class Igpo(Algorithm):
     turn_sets = ("gain",)
     """The reward set that it takes where the user names none and the task has it."""
 
-    def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
-        """See `mmrl.algorithms.Algorithm.credit`."""
-        algo = IgpoConfig.narrow(algo)
+    @override
+    def credit(self, forest: Forest, algo: IgpoConfig, seed: int, minibatch: Minibatches = None) -> Credit:
         examples = by_example(forest)
         turns = {
             example: tuple(

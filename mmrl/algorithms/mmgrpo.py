@@ -19,13 +19,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
+from typing_extensions import override
+
 from mmrl import rng
 from mmrl.algorithms.base import Algorithm
-from mmrl.config import AlgoConfig
 from mmrl.config.algo import MmgrpoConfig
 from mmrl.config.teacher import STUDENT
 from mmrl.credit.entries import Credit, Group, Member, Reward
 from mmrl.credit.groups import compare, weigh
+from mmrl.credit.loss_weights import Minibatches
 from mmrl.credit.scored import ScoredRollout, by_example
 from mmrl.credit.slots import slot_id
 from mmrl.errors import ParseFailure
@@ -33,24 +35,23 @@ from mmrl.records import Call, Forest, caught
 from mmrl.rollout import plans
 
 
-class Mmgrpo(Algorithm):
+class Mmgrpo(Algorithm[MmgrpoConfig]):
     """Module-level groups."""
 
     name = "mmgrpo"
 
-    def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
+    def plan(self, algo: MmgrpoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
         """Plan R independent rollouts, teachers one after the other."""
         # Teacher-major order is part of the rollouts' ids, and with them of every sampling seed.
-        shares = MmgrpoConfig.narrow(algo).shares()
+        shares = algo.shares()
         return tuple(
             plans.Tree(teacher=None if name == STUDENT else name)
             for name, count in shares.items()
             for _ in range(count)
         )
 
-    def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
-        """See `mmrl.algorithms.Algorithm.credit`."""
-        algo = MmgrpoConfig.narrow(algo)
+    @override
+    def credit(self, forest: Forest, algo: MmgrpoConfig, seed: int, minibatch: Minibatches = None) -> Credit:
         groups = weigh(compare(module_groups(forest, algo, seed), algo), algo, minibatch)
         # Groups that count as not sampled come last (the sort is stable): recorded without weight.
         entries = tuple(entry for group in sorted(groups, key=lambda g: g.is_dropped) for entry in group.entries())

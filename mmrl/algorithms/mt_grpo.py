@@ -19,34 +19,30 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from typing_extensions import override
+
 from mmrl.algorithms.base import Algorithm
-from mmrl.config import AlgoConfig
 from mmrl.config.algo import MtGrpoConfig, MtGrpoVariableConfig, TurnGroupConfig
 from mmrl.credit.backward import discounted
 from mmrl.credit.entries import Credit, Entry, Group, Member, Reward
 from mmrl.credit.groups import compare, weigh_rollouts
+from mmrl.credit.loss_weights import Minibatches
 from mmrl.credit.scored import ScoredRollout, by_example
 from mmrl.records import Forest
 
 
-class MtGrpo(Algorithm):
-    """Turn-level advantages over G independent chains."""
+class MtGrpo(Algorithm[TurnGroupConfig]):
+    """Turn-level advantages over G independent chains: of two turns, or of any number."""
 
     needs_turn_rewards = True
 
     def __init__(self, name: str):
         self.name = name
 
-    def rules(self, algo: AlgoConfig) -> TurnRules:
-        """Return the rules that cut a rollout into turns."""
-        algo = MtGrpoConfig.narrow(algo)
-        return TurnRules(two_turns=True, missing=algo.missing_turn, combined=algo.no_tool == "combined")
-
-    def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
-        """See `mmrl.algorithms.Algorithm.credit`."""
+    @override
+    def credit(self, forest: Forest, algo: TurnGroupConfig, seed: int, minibatch: Minibatches = None) -> Credit:
         # Turns are compared one by one, then added up along the rollout: comparing the sums would be GRPO-MR again.
-        algo = TurnGroupConfig.narrow(algo)
-        examples = compare_turns(by_example(forest), algo, self.rules(algo))
+        examples = compare_turns(by_example(forest), algo, turn_rules(algo))
         advantages = {name: example.advantages(algo) for name, example in examples.items()}
         weighed = weigh_rollouts({name: e.rollouts for name, e in examples.items()}, advantages, algo, minibatch)
         entries = [
@@ -61,14 +57,6 @@ class MtGrpo(Algorithm):
             groups=tuple(group for example in examples.values() for group in example.columns.values()),
             metrics=zero_variance_shares(examples.values()),
         )
-
-
-class MtGrpoVariable(MtGrpo):
-    """Any number of turns."""
-
-    def rules(self, algo: AlgoConfig) -> TurnRules:
-        """Return the rules by which a call is a turn; a rollout's last one carries the outcome alone."""
-        return TurnRules(two_turns=False, missing=MtGrpoVariableConfig.narrow(algo).missing_turn, combined=False)
 
 
 Cut = list[tuple[tuple[int, ...], float | None]]
@@ -86,6 +74,14 @@ class TurnRules:
     advantage of that 0 (`absorb`); or not at all (`exclude`)."""
     combined: bool
     """A rollout without a tool result takes the merged advantage on all its tokens."""
+
+
+def turn_rules(algo: TurnGroupConfig) -> TurnRules:
+    """Return the rules of an algorithm's config."""
+    if isinstance(algo, MtGrpoConfig):
+        return TurnRules(two_turns=True, missing=algo.missing_turn, combined=algo.no_tool == "combined")
+    assert isinstance(algo, MtGrpoVariableConfig)
+    return TurnRules(two_turns=False, missing=algo.missing_turn, combined=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,37 +11,44 @@ programs, at the price of a second model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
+from typing import TypeVar
+
+from typing_extensions import override
 
 from mmrl import rng
 from mmrl.algorithms.base import Algorithm
-from mmrl.config import AlgoConfig
-from mmrl.config.algo import MappoConfig, TurnCriticConfig
+from mmrl.config.algo import CriticConfig, MappoConfig, TurnCriticConfig
 from mmrl.credit.backward import EstimatedCall, backward, critic_credit, critic_values, gae, kl_rewards
 from mmrl.credit.entries import Credit, Reward
-from mmrl.credit.loss_weights import LossSequence, per_token, two_level
+from mmrl.credit.loss_weights import LossSequence, Minibatches, per_token, two_level
 from mmrl.credit.scored import ScoredRollout, by_example
 from mmrl.records import Call, Forest
 from mmrl.rollout import plans
 
+CriticT = TypeVar("CriticT", bound=CriticConfig, contravariant=True)
 
-class Ppo(Algorithm):
-    """PPO on one rollout per example, its calls in order as one sequence."""
+
+class CriticAlgorithm(Algorithm[CriticT]):
+    """One rollout per example, judged by a critic."""
 
     needs_critic = True
+
+    @override
+    def plan(self, algo: CriticT, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
+        return plans.independent(1)
+
+
+class Ppo(CriticAlgorithm[TurnCriticConfig]):
+    """PPO with a rollout's calls in order as one sequence."""
 
     def __init__(self, name: str, turns: bool):
         self.name = name
         self.needs_turn_rewards = turns
 
-    def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
-        """Plan one rollout."""
-        return plans.independent(1)
-
-    def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
-        """See `mmrl.algorithms.Algorithm.credit`."""
-        algo = TurnCriticConfig.narrow(algo)
+    @override
+    def credit(self, forest: Forest, algo: TurnCriticConfig, seed: int, minibatch: Minibatches = None) -> Credit:
         rollouts = [rollout for samples in by_example(forest).values() for rollout in samples]
         sequences = [
             LossSequence(r.rollout.example, r.rollout.example, sum(c.completion_tokens for c in r.path))
@@ -82,16 +89,17 @@ class Ppo(Algorithm):
         ]
 
 
-class Mappo(Ppo):
-    """PPO on one rollout per example, each call a sequence of its own; one critic for all modules.
+class Mappo(CriticAlgorithm[MappoConfig]):
+    """PPO with each call a sequence of its own; one critic for all modules.
 
     A call's reward, shared outcome + R_spe, is on its last token; the terminal value is 0, and nothing is bootstrapped
     from the next module.
     """
 
-    def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
-        """See `mmrl.algorithms.Algorithm.credit`."""
-        algo = MappoConfig.narrow(algo)
+    name = "mappo"
+
+    @override
+    def credit(self, forest: Forest, algo: MappoConfig, seed: int, minibatch: Minibatches = None) -> Credit:
         rewards = backward(forest, algo)
         calls = [forest.calls[call_id] for call_id in rewards]
         # Every trained token weighs the same by default (`loss_mean=token`), whichever agent wrote it.

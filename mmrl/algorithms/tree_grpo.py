@@ -11,34 +11,34 @@ their fork, so the first term compares turns with the outcome alone. With one le
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+
+from typing_extensions import override
 
 from mmrl import rng
 from mmrl.algorithms.base import Algorithm
-from mmrl.config import AlgoConfig
 from mmrl.config.algo import TreeGrpoConfig
 from mmrl.credit.entries import Credit, Group, Member, Reward
 from mmrl.credit.groups import compare, weigh
+from mmrl.credit.loss_weights import Minibatches
 from mmrl.credit.scored import by_example
 from mmrl.records import Forest
 from mmrl.rollout import plans
 
 
-class TreeGrpo(Algorithm):
+class TreeGrpo(Algorithm[TreeGrpoConfig]):
     """Leaves compared twice."""
 
     name = "tree_grpo"
 
-    def plan(self, algo: AlgoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
+    def plan(self, algo: TreeGrpoConfig, modules: Sequence[str], key: rng.Key) -> tuple[plans.Tree, ...]:
         """Plan M trees that grow."""
-        algo = TreeGrpoConfig.narrow(algo)
         growth = plans.Growth(algo.rounds, algo.nodes, algo.group_size, key)
         return (plans.Tree(growth=growth),) * algo.trees
 
-    def credit(self, forest: Forest, algo: AlgoConfig, seed: int, minibatch: Mapping[str, int] | None = None) -> Credit:
-        """See `mmrl.algorithms.Algorithm.credit`."""
-        algo = TreeGrpoConfig.narrow(algo)
+    @override
+    def credit(self, forest: Forest, algo: TreeGrpoConfig, seed: int, minibatch: Minibatches = None) -> Credit:
         examples, trees = [], dict[str, list[Member]]()
         for example, rollouts in by_example(forest).items():
             members = tuple(Member(rollout.path, rollout.outcome) for rollout in rollouts)

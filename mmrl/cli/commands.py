@@ -11,16 +11,13 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import Annotated
 
 import typer
 
 from mmrl.cli.completion import SETTINGS, Commands
 from mmrl.cli.index import index_app
 from mmrl.errors import ConfigError, MmrlError
-
-if TYPE_CHECKING:
-    from mmrl.config import TrainCommandConfig
 
 WORKER = "worker"
 """The hidden command of one process of a run of several."""
@@ -384,10 +381,11 @@ def doctor(context: typer.Context, as_json: JsonFlag = False) -> int:
       mmrl doctor task=dspy task.program=mine:Answerer task.metric=mine:metric --json
     """
     from mmrl.cli import configs, overrides
+    from mmrl.config import RlRunConfig
 
     line = overrides.read_line(context.args, command_keys=("from", "examples"), single="mmrl doctor")
     (config,) = configs.train_configs(line)
-    if not config.kind.credit:
+    if not isinstance(config, RlRunConfig):
         raise ConfigError(f"algo: got {config.algo.name}, and mmrl doctor looks at one stage of reinforcement learning")
     from mmrl.run.check import check_all
 
@@ -396,14 +394,14 @@ def doctor(context: typer.Context, as_json: JsonFlag = False) -> int:
     if keys and keys <= {"model", "engine", "hardware"}:
         from mmrl.commands.model_doctor import examine_model
 
-        examine_model(cast("TrainCommandConfig", config), as_json=as_json)
+        examine_model(config, as_json=as_json)
         return 0
     # only now: it loads what draws and counts, and a typing mistake need not wait
     from mmrl.commands.doctor import DoctorArguments
     from mmrl.commands.doctor import doctor as examine
 
     examples = line.section(DoctorArguments).examples
-    return examine(cast("TrainCommandConfig", config), examples, as_json=as_json)
+    return examine(config, examples, as_json=as_json)
 
 
 app.add_typer(

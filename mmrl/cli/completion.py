@@ -93,7 +93,7 @@ def config_keys(typed: Sequence[str]) -> dict[str, Values]:
     """Return every key of a run's config, of the sections that the typed choices have, or else the default ones."""
     import yaml
 
-    from mmrl.config.schema import TrainCommandConfig
+    from mmrl.config.schema import RlRunConfig
 
     defaults = yaml.safe_load((conf_dir() / "train.yaml").read_text(encoding="utf-8"))["defaults"]
     chosen = {group: name for item in defaults if isinstance(item, dict) for group, name in item.items()}
@@ -101,7 +101,7 @@ def config_keys(typed: Sequence[str]) -> dict[str, Values]:
     pairs = " ".join(typed).replace(" = ", "=").split()
     chosen |= {"task.retriever": "bm25", "engine": "transformers"}
     chosen |= {key.removesuffix(".name"): value for key, sign, value in (word.partition("=") for word in pairs) if sign}
-    return dict(_walk(TrainCommandConfig, "", chosen))
+    return dict(_walk(RlRunConfig, "", chosen))
 
 
 def _walk(schema: type[Any], path: str, chosen: dict[str, str]) -> Iterator[tuple[str, Values]]:

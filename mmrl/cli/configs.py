@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from mmrl.cli.arguments import CommandLine
 from mmrl.cli.hydra import composed, through_hydra
 from mmrl.cli.overrides import expand, key_of, read_line
-from mmrl.config import EvalCommandConfig, StageConfig, TrainCommandConfig, Typed, stage_schema, validate
+from mmrl.config import EvalRunConfig, RlRunConfig, StageConfig, Typed, stage_schema, validate
 from mmrl.config.base import value_at
 from mmrl.config.validate import CHOICES
 from mmrl.errors import gathered, refuse
@@ -34,12 +34,12 @@ def train_configs(line: CommandLine) -> list[StageConfig]:
     return cast("list[StageConfig]", _configs("train", line))
 
 
-def eval_configs(line: CommandLine) -> list[EvalCommandConfig]:
+def eval_configs(line: CommandLine) -> list[EvalRunConfig]:
     """Return the config of every job of `mmrl eval`, as `train_configs`."""
     stray = sorted({key for key in line.keys if key.partition(".")[0] in ("train", "algo")})
     # The composed config cannot tell: a `model=` brings `train.*` into an evaluation too (see `hydra._sections`).
     problems = [f"{key}: has no effect on mmrl eval; it is an option of mmrl train" for key in stray]
-    return cast("list[EvalCommandConfig]", _configs("eval", line.without(stray), problems))
+    return cast("list[EvalRunConfig]", _configs("eval", line.without(stray), problems))
 
 
 def print_config(command: Command, line: CommandLine) -> None:
@@ -58,14 +58,12 @@ def print_config(command: Command, line: CommandLine) -> None:
     print(OmegaConf.to_yaml(OmegaConf.create(config)), end="")
 
 
-def _configs(
-    command: Command, line: CommandLine, problems: Sequence[str] = ()
-) -> list[StageConfig | EvalCommandConfig]:
+def _configs(command: Command, line: CommandLine, problems: Sequence[str] = ()) -> list[StageConfig | EvalRunConfig]:
     problems = [*problems]
     jobs = expand(line, problems)
     # Keys of a group whose choice is unknown cannot be judged: they belong to another schema.
     unjudged = tuple(f"{problem.partition(':')[0]}." for problem in problems)
-    valid: list[StageConfig | EvalCommandConfig] = []
+    valid: list[StageConfig | EvalRunConfig] = []
     for job in jobs:
         wrong: list[str] = []
         with gathered(wrong):
@@ -84,7 +82,7 @@ def configured(words: Sequence[str], config_dir: str | None = None) -> StageConf
     return train_configs(replace(read_line(words, command_keys=("from",), once=False), config_dir=config_dir))[0]
 
 
-def set_config(command: Command, words: Sequence[str], config_dir: str | None) -> StageConfig | EvalCommandConfig:
+def set_config(command: Command, words: Sequence[str], config_dir: str | None) -> StageConfig | EvalRunConfig:
     """Return the config of `mmrl train WORDS` or `mmrl eval WORDS`, a run of a set; raises as `configured`."""
     if command == "eval":
         return eval_configs(replace(read_line(words, once=False), config_dir=config_dir))[0]
@@ -96,7 +94,7 @@ def swept(line: CommandLine, job: Job) -> None:
     through_hydra(line, lambda words: job(lambda: cast(StageConfig, _config("train", line, words))))
 
 
-def _config(command: Command, line: CommandLine, job: Sequence[str]) -> StageConfig | EvalCommandConfig:
+def _config(command: Command, line: CommandLine, job: Sequence[str]) -> StageConfig | EvalRunConfig:
     """Return the config of a job, the one way from words to a config.
 
     Args:
@@ -120,13 +118,13 @@ def _config(command: Command, line: CommandLine, job: Sequence[str]) -> StageCon
     else:
         raw = composed(command, job, line.config_dir)
     if command == "train":
-        config: StageConfig | EvalCommandConfig = _stage(raw, typed)
+        config: StageConfig | EvalRunConfig = _stage(raw, typed)
     else:
         if isinstance(raw.get("policy"), str):
             from mmrl.run.start import evaluation_sections
 
             raw = evaluation_sections(raw, with_rows)
-        config = validate(EvalCommandConfig, raw)
+        config = validate(EvalRunConfig, raw)
     return config.as_typed(Typed(line.keys, ("mmrl", command, *line.args)))
 
 
@@ -134,8 +132,8 @@ def _stage(sections: Mapping[str, object], user_keys: Collection[str]) -> StageC
     """Validate one stage by the schema of its kind."""
     algo = sections.get("algo")
     schema = stage_schema(value_at(algo, "name"))
-    if schema is TrainCommandConfig or not isinstance(algo, Mapping):
-        return validate(TrainCommandConfig, sections)
+    if schema is RlRunConfig or not isinstance(algo, Mapping):
+        return validate(RlRunConfig, sections)
     # A `model=` sets what suits it in training by algorithms; that is no mistake here. What the user typed is.
     fields = CHOICES["algo"][algo["name"]].model_fields
     mapping = {**sections, "algo": {key: algo[key] for key in algo if key in fields or f"algo.{key}" in user_keys}}

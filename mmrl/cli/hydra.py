@@ -27,7 +27,7 @@ from omegaconf.resolvers import oc
 from mmrl.cli.arguments import CommandLine, CreditArguments
 from mmrl.cli.overrides import expand, force_override, parse, policy_words, read_line, value_text
 from mmrl.commands.credit import CreditRequest
-from mmrl.config import AlgoConfig, TrainCommandConfig
+from mmrl.config import AlgoConfig, RlRunConfig
 from mmrl.config.validate import algo_section, as_tuples
 from mmrl.errors import ConfigError, gathered, refuse
 from mmrl.secrets import environment_value
@@ -176,7 +176,7 @@ def credit_request(words: Sequence[str]) -> CreditRequest:
             # It loads every task, which the credit of a file need not wait for.
             from mmrl.run.settle import stored_config
 
-            run = stored_config(Path(source.run), TrainCommandConfig, reading=True)
+            run = stored_config(Path(source.run), RlRunConfig, reading=True)
         names = dict.fromkeys(source.algo or ([run.algo.name] if run else []))
         # Each algorithm is a section of its own: an option of one may be unknown to another, which is then named.
         sections = [_section(name, line, run, problems) for name in names]
@@ -192,7 +192,7 @@ def credit_request(words: Sequence[str]) -> CreditRequest:
     )
 
 
-def _section(name: str, line: CommandLine, run: TrainCommandConfig | None, problems: list[str]) -> AlgoConfig | None:
+def _section(name: str, line: CommandLine, run: RlRunConfig | None, problems: list[str]) -> AlgoConfig | None:
     """Return an algorithm's settings, the run's or else those of `conf/algo`, with the typed overrides."""
     trained = run.algo if run is not None and name == run.algo.name else None
     if trained is not None and not any(key.startswith("algo.") for key in line.keys):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mmrl.algorithms import assign_credit, minibatches
 from mmrl.algorithms import problems as check
-from mmrl.config import AlgoConfig, TrainCommandConfig
+from mmrl.config import AlgoConfig, RlRunConfig
 from mmrl.credit.entries import Credit, Entry
 from mmrl.errors import ConfigError, DataError, gathered, refuse
 from mmrl.records import Forest
@@ -37,7 +37,7 @@ class CreditRequest:
     seed: int
     rollouts: Path | None = None
     """A forest file or a journal's step; None: a step of a run."""
-    run: TrainCommandConfig | None = None
+    run: RlRunConfig | None = None
     """The config of the run, whose folder is its `run.dir`."""
     step: int | None = None
     """Of the run."""

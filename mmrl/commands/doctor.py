@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
 
 from pydantic import Field
 from rich.console import Console
 
-from mmrl.config import TrainCommandConfig
+from mmrl.config import RlRunConfig
 from mmrl.config.base import Section
 from mmrl.report.doctor import Probe, as_object, find, report
-from mmrl.run.build import build_stage, build_task, check_model
+from mmrl.run.build import build_task, check_model
 from mmrl.run.checkup import examined
+from mmrl.run.kinds import build_stage
 from mmrl.run.launch import released
 from mmrl.run.settle import settle
 from mmrl.run.start import started
 from mmrl.stages.step_log import StepLog
 from mmrl.system.files import dumps, plain
-
-if TYPE_CHECKING:
-    from mmrl.stages.weights import WeightStage
 
 
 class DoctorArguments(Section):
@@ -34,7 +31,7 @@ class DoctorArguments(Section):
     examples: int = Field(8, ge=1, description="training examples that are played")
 
 
-def doctor(config: TrainCommandConfig, examples: int, *, as_json: bool) -> int:
+def doctor(config: RlRunConfig, examples: int, *, as_json: bool) -> int:
     """Play a few examples of a checked run and print what is wrong.
 
     Writes nothing that stays, but the merged weights of a run with an adapter that this one starts from.
@@ -65,9 +62,10 @@ def doctor(config: TrainCommandConfig, examples: int, *, as_json: bool) -> int:
     return int(any(finding.useless for finding in findings))
 
 
-def _probe(config: TrainCommandConfig, examples: int) -> Probe:
+def _probe(config: RlRunConfig, examples: int) -> Probe:
     from mmrl.report.progress import Progress
     from mmrl.report.trackers import Trackers
+    from mmrl.stages.rl import RlStage
     from mmrl.store.rundir import RunDir
     from mmrl.system.stop import stoppable
 
@@ -81,7 +79,8 @@ def _probe(config: TrainCommandConfig, examples: int) -> Probe:
         released(task),
     ):
         log = StepLog(rundir=rundir, progress=progress, trackers=Trackers({}), stop=stop)
-        stage = cast("WeightStage", build_stage(config, task, log))
+        stage = build_stage(config, task, log)
+        assert isinstance(stage, RlStage)
         try:
             return examined(stage, examples)
         finally:

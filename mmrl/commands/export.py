@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
+from mmrl.config import WeightRunConfig
 from mmrl.config.base import Section
 from mmrl.errors import CheckpointError, ConfigError, storage
 from mmrl.models.hub import licence_of
@@ -24,7 +25,7 @@ from mmrl.report.card import CardFacts, is_hub_id, model_card, shorten_path, sni
 from mmrl.report.overview import Overview, damage_named
 from mmrl.report.stats import series
 from mmrl.run.build import build_task
-from mmrl.run.settle import WeightRunConfig, announce_code, module_assignment, weight_run
+from mmrl.run.settle import announce_code, module_assignment, weight_run
 from mmrl.store.policy import EXTRA, INITIAL, Policy, checkpoint_step, complete_checkpoints, resolve
 from mmrl.store.rundir import RunDir
 from mmrl.system.files import atomic_dir, dumps, user_path

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmrl.config import TrainCommandConfig, TrainConfig
+from mmrl.config import RlRunConfig, TrainConfig
 from mmrl.models.selfcheck import Way
 from mmrl.report.text import align, clean
 from mmrl.run.build import check_model
@@ -43,7 +43,7 @@ class _Notes(logging.Handler):
             self.texts.append(text)
 
 
-def examine_model(config: TrainCommandConfig, *, as_json: bool) -> None:
+def examine_model(config: RlRunConfig, *, as_json: bool) -> None:
     """Load a model as a run would, check every way to compute with it, and print what was found.
 
     Raises:
@@ -69,7 +69,7 @@ def examine_model(config: TrainCommandConfig, *, as_json: bool) -> None:
     print("\n".join([align(facts), "", *(f"note: {clean(note)}" for note in found.notes), "it can be used"]))
 
 
-def _examined(config: TrainCommandConfig) -> Examined:
+def _examined(config: RlRunConfig) -> Examined:
     from mmrl.engines.base import EngineSetup
     from mmrl.engines.embedded.architecture import unsupported
     from mmrl.engines.embedded.row_decoder import WORDS

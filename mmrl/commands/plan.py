@@ -6,19 +6,19 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import ClassVar
 
 from pydantic import Field
 
 from mmrl.config import (
-    EvalCommandConfig,
+    EvalRunConfig,
     HardwareConfig,
-    PromptCommandConfig,
+    PromptRunConfig,
+    RlRunConfig,
     RootConfig,
-    SftCommandConfig,
+    SftRunConfig,
     StageConfig,
     TaskConfig,
-    TrainCommandConfig,
 )
 from mmrl.config.base import MINI, SPLITS, Idle, Section
 from mmrl.config.retriever import Bm25Config
@@ -45,7 +45,8 @@ from mmrl.plan.workload import (
 )
 from mmrl.records import Forest
 from mmrl.run.build import build_task, reward_set
-from mmrl.run.check import plan_problems, process_problems
+from mmrl.run.check import process_problems
+from mmrl.run.rl import plan_problems
 from mmrl.run.settle import module_assignment, settle
 from mmrl.run.start import started
 from mmrl.stages.prompts.split import prompt_problems, split
@@ -82,22 +83,23 @@ def planned(config: StageConfig, request: PlanArguments, *, as_json: bool) -> st
     Raises:
         ConfigError: as `make_plan`.
     """
-    if config.kind.credit:
-        plan = make_plan(cast("TrainCommandConfig", config), request)
+    if isinstance(config, RlRunConfig):
+        plan = make_plan(config, request)
         return plan.as_json() if as_json else plan.text()
-    facts = _counted(cast("SftCommandConfig | PromptCommandConfig", config))
+    facts = _counted(config)
     if as_json:
         return json.dumps({"version": 1, **facts}, indent=1)
     counts = ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in facts.items())
     return f"{config.algo.name} on {config.task.name} with {config.model.path}: {counts}"
 
 
-def _counted(config: SftCommandConfig | PromptCommandConfig) -> dict[str, int]:
+def _counted(config: StageConfig) -> dict[str, int]:
     """Count what a stage without credit does."""
     task = build_task(config.task, config.seed)
-    if isinstance(config, SftCommandConfig):
+    if isinstance(config, SftRunConfig):
         refuse(sft_problems(config, task))
         return {"steps": config.train.steps, "sequences": config.train.steps * config.train.batch_size}
+    assert isinstance(config, PromptRunConfig)
     refuse(prompt_problems(config, task))
     train, validation = map(len, split(config.algo, task.examples("train"), config.seed))
     counts = {"train_examples": train, "validation_examples": validation}
@@ -108,7 +110,7 @@ def _counted(config: SftCommandConfig | PromptCommandConfig) -> dict[str, int]:
     return counts
 
 
-def make_plan(config: TrainCommandConfig, request: PlanArguments) -> Plan:
+def make_plan(config: RlRunConfig, request: PlanArguments) -> Plan:
     """Plan the run of a validated config.
 
     Raises:
@@ -195,16 +197,16 @@ def problems_elsewhere(config: RootConfig) -> list[str]:
         return list(error.problems)
     reward = config.task.reward
     problems = [unknown("task.reward", reward, task.reward_sets)] if reward not in (None, *task.reward_sets) else []
-    if config.kind.name == "eval":
-        return problems + process_problems(cast("EvalCommandConfig", config))
-    if config.kind.credit and not problems:
+    if isinstance(config, EvalRunConfig):
+        return problems + process_problems(config)
+    if isinstance(config, RlRunConfig) and not problems:
         settled = settle(config, "cpu" if config.hardware.device == "cpu" else "cuda", planned=True).config
-        return plan_problems(cast("TrainCommandConfig", settled), task)
+        return plan_problems(settled, task)
     return problems
 
 
 def _loads(
-    config: TrainCommandConfig, modules: Sequence[str], forest: Forest | None, lengths: Mapping[str, Lengths]
+    config: RlRunConfig, modules: Sequence[str], forest: Forest | None, lengths: Mapping[str, Lengths]
 ) -> tuple[dict[str, Load], dict[str, Load], str]:
     """Return the work of each module in a step, in a rollout of an evaluation, and where the numbers come from."""
     answered = config.engine.endpoints or ()

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from mmrl.config import EvalCommandConfig
+from mmrl.config import EvalRunConfig
 from mmrl.config.base import ServerArguments
 from mmrl.config.rules import engine_name
 from mmrl.errors import ConfigError, refuse
 from mmrl.models.merged import require_undamaged
 from mmrl.retrieval.select import server_problems
-from mmrl.run.build import fixed_engine
-from mmrl.run.check import engine_problems
+from mmrl.run.build import engine_problems, fixed_engine
 from mmrl.run.settle import settle
 from mmrl.secrets import token_of
 from mmrl.store.policy import Policy, resolve
@@ -36,7 +35,7 @@ class ServeArguments(ServerArguments):
     name: str = Field("policy", min_length=1, description="the model's name in requests")
 
 
-def serve_policy(config: EvalCommandConfig, arguments: ServeArguments) -> None:
+def serve_policy(config: EvalRunConfig, arguments: ServeArguments) -> None:
     """Load a policy and serve it."""
     policy = _checked(config)
     token = read_token(arguments)
@@ -93,7 +92,7 @@ def listen(app: FastAPI, arguments: ServerArguments, announce: str, *, grace_s: 
     print("stopped", file=sys.stderr)
 
 
-def _checked(config: EvalCommandConfig) -> Policy:
+def _checked(config: EvalRunConfig) -> Policy:
     """Return the policy of a config that can be served.
 
     Raises:

@@ -9,7 +9,6 @@ from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from mmrl.config.base import Idle, MethodConfig, Temperature, needs, no_lookalike
 from mmrl.config.teacher import STUDENT, TeacherConfig
-from mmrl.errors import ConfigError
 
 Aggregate = Literal["mean", "max", "min", "random", "tree_value"]
 FACTOR = 1e30
@@ -46,17 +45,6 @@ class AlgoConfig(MethodConfig):
     idle: ClassVar[list[Idle[Any]]] = [needs("loss_length", "loss_mean", "constant")]
     # No key: `model.modules` says it.
     _left_out: frozenset[str] = PrivateAttr(frozenset())
-
-    @classmethod
-    def narrow(cls, algo: AlgoConfig) -> Self:
-        """Return `algo` as this section.
-
-        Raises:
-            ConfigError: it is another algorithm's.
-        """
-        if not isinstance(algo, cls):
-            raise ConfigError(f"algo: got the section of '{algo.name}', expected one of type {cls.__name__}")
-        return algo
 
     def leaving_out(self, modules: Collection[str]) -> AlgoConfig:
         """Return a copy of this section with `modules` out of the loss."""

@@ -29,11 +29,6 @@ class RetrieverConfig(Section):
         """Return the value of a key; None if the retriever has no such key (`index`, `url`, `cache_dir`)."""
         return getattr(self, key, None)
 
-    @property
-    def brings_passages(self) -> bool:
-        """True if it searches passages of its own instead of the task's corpus."""
-        return self.get("index") is not None or self.get("url") is not None
-
 
 class LocalRetrieverConfig(RetrieverConfig):
     """Settings of retrievers over an index on this machine."""

@@ -14,7 +14,18 @@ from typing import Any
 from pydantic import BaseModel
 
 from mmrl.config.base import MINI, SPLITS, Idle, idle_values, needs, value_at
-from mmrl.config.schema import EvalConfig, HardwareConfig, ModelConfig, RootConfig, RunConfig, TrainConfig
+from mmrl.config.schema import (
+    EvalConfig,
+    EvalRunConfig,
+    HardwareConfig,
+    ModelConfig,
+    PromptRunConfig,
+    RlRunConfig,
+    RootConfig,
+    RunConfig,
+    SftRunConfig,
+    TrainConfig,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +45,8 @@ class Case:
     algo: Any
     task: Any
     engine: Any
-    kind: str
-    """`config.schema.Kind.name`."""
+    kind: type[RootConfig]
+    """The schema of the config."""
     sampler: str
     """The engine in use."""
     other_path: bool
@@ -49,18 +60,18 @@ class Case:
     @property
     def evaluates(self) -> bool:
         """True on `mmrl eval`."""
-        return self.kind == "eval"
+        return self.kind is EvalRunConfig
 
     @property
     def ratio_one(self) -> bool:
         """True under `algo.ratio_one`, which supervised training has no key for."""
-        return self.kind == "rl" and self.algo.ratio_one
+        return self.kind is RlRunConfig and self.algo.ratio_one
 
     @property
     def one_update(self) -> bool:
         """True if a batch is trained on once, by the very weights that its old numbers come from."""
         lora = self.model.lora
-        once = self.kind == "rl" and self.algo.epochs == self.algo.minibatches == 1
+        once = self.kind is RlRunConfig and self.algo.epochs == self.algo.minibatches == 1
         return once and (lora is None or lora.dropout == 0)
 
     @property
@@ -103,7 +114,7 @@ def _of_absent_split(split: str) -> Idle[Case]:
 
 def _of_weights(keys: str, why: str) -> Idle[Case]:
     """Return the rule of keys about weights, which optimisers of prompts have no use for."""
-    return Idle(keys, lambda c: c.kind == "prompts", lambda c: f"with algo={c.algo.name}, which {why}")
+    return Idle(keys, lambda c: c.kind is PromptRunConfig, lambda c: f"with algo={c.algo.name}, which {why}")
 
 
 _OF_WEIGHTS = (
@@ -167,7 +178,7 @@ RUNS: tuple[Idle[Case], ...] = (
         lambda c: c.evaluates,
         f"{_EVAL}, which runs in one process of this machine; take another profile",
     ),
-    Idle("hardware.ray", lambda c: c.kind == "sft", f"{_SFT}, which trains in one process of this machine"),
+    Idle("hardware.ray", lambda c: c.kind is SftRunConfig, f"{_SFT}, which trains in one process of this machine"),
     Idle(
         "engine.endpoints",
         lambda c: c.sampler == "openai",
@@ -288,22 +299,26 @@ TYPED: tuple[Idle[Case], ...] = (
     Idle("algo.obs", lambda c: "observations" in c.absent, "with this task: its contexts have no observations"),
     needs("algo.eps algo.ddof", "algo.scale", True),
     Idle("algo.kl", lambda c: c.algo.beta == 0, "with algo.beta=0.0; set algo.beta"),
-    Idle("train.old_logprobs train.tis train.staleness", lambda c: c.kind == "sft", f"{_SFT}, which has no old policy"),
+    Idle(
+        "train.old_logprobs train.tis train.staleness",
+        lambda c: c.kind is SftRunConfig,
+        f"{_SFT}, which has no old policy",
+    ),
     Idle(
         "engine hardware.engine",
-        lambda c: c.kind == "sft" and c.sampler != "transformers",
+        lambda c: c.kind is SftRunConfig and c.sampler != "transformers",
         f"{_SFT}, which samples and evaluates from the very weights that it trains; use engine=transformers",
     ),
-    Idle("run.doctor", lambda c: c.kind == "sft", f"{_SFT}, whose examples are checked before a model loads"),
+    Idle("run.doctor", lambda c: c.kind is SftRunConfig, f"{_SFT}, whose examples are checked before a model loads"),
     Idle(
         "train.max_failed_share",
-        lambda c: c.kind == "sft" and c.algo.source != "rollouts",
+        lambda c: c.kind is SftRunConfig and c.algo.source != "rollouts",
         "without rollouts; set algo.source=rollouts",
     ),
     *_OF_WEIGHTS,
     Idle(
         "hardware.processes",
-        lambda c: c.kind == "prompts" and c.sampler != "vllm_server",
+        lambda c: c.kind is PromptRunConfig and c.sampler != "vllm_server",
         lambda c: (
             f"with algo={c.algo.name}, which runs in one process; with engine=vllm_server it says on how many "
             "GPUs servers run"
@@ -350,7 +365,7 @@ def _case(sections: Mapping[str, object] | BaseModel, **facts: Any) -> Case:
     """Return what rules judge by."""
     names = ("train", "model", "hardware", "eval", "run", "algo", "task", "engine")
     found: dict[str, Any] = {name: value_at(sections, name) for name in names}
-    kind = sections.kind.name if isinstance(sections, RootConfig) else "rl"
+    kind = type(sections) if isinstance(sections, RootConfig) else RlRunConfig
     other_path = value_at(sections, "policy") != value_at(sections, "model.path")
     return Case(**found, kind=kind, sampler=engine_name(sections), other_path=other_path, **facts)
 

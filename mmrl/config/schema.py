@@ -12,7 +12,8 @@ from pydantic import BeforeValidator, Field, PrivateAttr, SerializeAsAny, Valida
 from mmrl.config.algo import ALGO_SCHEMAS, AlgoConfig
 from mmrl.config.base import MethodConfig, Section, Temperature, by_name, value_at
 from mmrl.config.engines import ENGINE_SCHEMAS, EngineConfig
-from mmrl.config.other_stages import PROMPT_SCHEMAS, SFT, PromptConfig, SftConfig
+from mmrl.config.prompts import PROMPT_SCHEMAS, PromptConfig
+from mmrl.config.sft import SFT, SftConfig
 from mmrl.config.tasks import TASK_SCHEMAS, PluginTaskConfig, TaskConfig
 
 LARGEST_SEED = 2**32 - 1
@@ -213,19 +214,6 @@ class RunConfig(Section):
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
-    """Differences of one kind of run; packages that treat kinds differently have a table by `name`."""
-
-    name: str
-    weights: bool = False
-    """True if it trains weights, in steps with checkpoints."""
-    credit: bool = False
-    """True if it is reinforcement learning, whose calls get credit and whose work several processes share."""
-    refusal: str = ""
-    """Why a command that takes other kinds cannot use such a run; `{folder}` is the run's."""
-
-
 @dataclass(frozen=True, slots=True)
 class Typed:
     """What a user typed for a config."""
@@ -239,7 +227,8 @@ class Typed:
 class RootConfig(Section):
     """Sections of `train` and `eval`."""
 
-    kind: ClassVar[Kind]
+    refusal: ClassVar[str] = ""
+    """Why a command that takes other kinds of runs cannot use this one; `{folder}` is the run's."""
     seed: int = Field(0, ge=0, le=LARGEST_SEED, description="seed of all draws: data order, sampling, new weights")
     # SerializeAsAny: config.yaml has the keys of the schema in use, not those of the annotated base class
     task: Annotated[SerializeAsAny[TaskConfig], BeforeValidator(by_name(TASK_SCHEMAS, PluginTaskConfig))]
@@ -296,8 +285,8 @@ class StageConfig(RootConfig):
     algo: SerializeAsAny[MethodConfig]
 
 
-class WeightsConfig(StageConfig):
-    """Sections of stages that train weights."""
+class WeightRunConfig(StageConfig):
+    """Sections of stages that train weights, in steps with checkpoints."""
 
     train: TrainConfig
 
@@ -306,31 +295,24 @@ class WeightsConfig(StageConfig):
 Algo = Annotated[SerializeAsAny[AlgoConfig], BeforeValidator(by_name(ALGO_SCHEMAS))]
 
 
-class TrainCommandConfig(WeightsConfig):
-    """`mmrl train` of a stage that trains weights by reinforcement learning."""
+class RlRunConfig(WeightRunConfig):
+    """`mmrl train` of a stage of reinforcement learning, whose calls get credit and whose work processes share."""
 
-    kind: ClassVar[Kind] = Kind(
-        name="rl",
-        weights=True,
-        credit=True,
-        refusal="this is a run of mmrl train; continue it with: mmrl train resume={folder}",
-    )
+    refusal: ClassVar[str] = "this is a run of mmrl train; continue it with: mmrl train resume={folder}"
     algo: Algo
 
 
-class PromptCommandConfig(StageConfig):
+class PromptRunConfig(StageConfig):
     """`mmrl train` of a stage that optimises prompts."""
 
-    kind: ClassVar[Kind] = Kind(name="prompts", refusal="this run has optimised prompts and trained no weights")
+    refusal: ClassVar[str] = "this run has optimised prompts and trained no weights"
     algo: Annotated[SerializeAsAny[PromptConfig], BeforeValidator(by_name(PROMPT_SCHEMAS))]
 
 
-class SftCommandConfig(WeightsConfig):
+class SftRunConfig(WeightRunConfig):
     """`mmrl train` of a supervised stage."""
 
-    kind: ClassVar[Kind] = Kind(
-        name="sft", weights=True, refusal="this run is supervised (algo=sft), so its calls have no credit"
-    )
+    refusal: ClassVar[str] = "this run is supervised (algo=sft), so its calls have no credit"
     algo: SftConfig
 
 
@@ -338,20 +320,18 @@ def stage_schema(name: object) -> type[StageConfig]:
     """Return the schema of `mmrl train algo=name`; for unknown names that of the algorithms, which refuses them."""
     # a damaged file may hold anything
     if isinstance(name, str) and name in PROMPT_SCHEMAS:
-        return PromptCommandConfig
-    return SftCommandConfig if name == SFT else TrainCommandConfig
+        return PromptRunConfig
+    return SftRunConfig if name == SFT else RlRunConfig
 
 
-class EvalCommandConfig(RootConfig):
+class EvalRunConfig(RootConfig):
     """`mmrl eval`."""
 
-    kind: ClassVar[Kind] = Kind(
-        name="eval", refusal="this is a run of mmrl eval; continue it with: mmrl eval resume={folder}"
-    )
+    refusal: ClassVar[str] = "this is a run of mmrl eval; continue it with: mmrl eval resume={folder}"
     policy: str = Field(description="a run directory, a checkpoint, an adapter, a model folder, `tiny`, or a hub id")
     split: Literal["train", "dev", "test"] = Field("dev", description="whose examples are evaluated")
 
 
 def schema_of(config: Mapping[str, object]) -> type[RootConfig]:
     """Return the schema of a command's config, as composed or as a run has stored it."""
-    return EvalCommandConfig if "policy" in config else stage_schema(value_at(config, "algo.name"))
+    return EvalRunConfig if "policy" in config else stage_schema(value_at(config, "algo.name"))

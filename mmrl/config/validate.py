@@ -12,9 +12,10 @@ from pydantic import BaseModel, ValidationError
 from mmrl.config.algo import ALGO_SCHEMAS, AlgoConfig
 from mmrl.config.base import Section, flattened, literal, quote_value, shipped_for, under_tiny, value_at
 from mmrl.config.engines import ENGINE_SCHEMAS
-from mmrl.config.other_stages import PROMPT_SCHEMAS, SFT, SftConfig
+from mmrl.config.prompts import PROMPT_SCHEMAS
 from mmrl.config.retriever import RETRIEVER_SCHEMAS
-from mmrl.config.schema import Algo, HardwareConfig, RootConfig, TrainCommandConfig
+from mmrl.config.schema import Algo, HardwareConfig, RlRunConfig, RootConfig
+from mmrl.config.sft import SFT, SftConfig
 from mmrl.config.tasks import TASK_SCHEMAS, task_schema
 from mmrl.errors import ConfigError, nearest, refuse
 from mmrl.secrets import holder, reveal, secret_name, user_in_address
@@ -32,7 +33,7 @@ _HALF = re.compile(r"(?<!\\)\\ud[89a-f]")
 
 
 def validate(schema: type[ConfigT], raw: Mapping[str, object], *, stored: bool = False) -> ConfigT:
-    """Validate a composed mapping, or the `stored` one of a run, against `TrainCommandConfig` or `EvalCommandConfig`.
+    """Validate a composed mapping, or the `stored` one of a run, against `RlRunConfig` or `EvalRunConfig`.
 
     Raises:
         ConfigError: every problem in one go, each starting with the path that the user would type.
@@ -191,7 +192,7 @@ def _unknown_key(schema: type[BaseModel], parts: list[str], value: object, raw: 
 def meant_keys(key: str) -> str:
     """Return `"; did you mean train.steps?"` for a key that was typed without its section, or an empty string."""
     keys = []
-    for section, field in TrainCommandConfig.model_fields.items():
+    for section, field in RlRunConfig.model_fields.items():
         kinds = CHOICES.get(section, {}).values() or sections_of(field.annotation)
         if any(key in kind.model_fields for kind in kinds):
             keys.append(f"{section}.{key}")

@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from mmrl.config import AlgoConfig, ModelConfig, ModuleWeights
-from mmrl.config.other_stages import SftConfig
+from mmrl.config import ModelConfig, ModuleWeights
+from mmrl.config.base import MethodConfig
 from mmrl.errors import unknown
 from mmrl.store.policy import INITIAL, TRAINED, describe_weights
 
@@ -33,7 +33,7 @@ class ModuleAssignment:
     """
 
     model: ModelConfig
-    algo: AlgoConfig | SftConfig
+    algo: MethodConfig
     modules: tuple[str, ...]
     answered: Mapping[str, str] = field(default_factory=dict)
     """Module -> name of the endpoint's model."""

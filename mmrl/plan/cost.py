@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import psutil
 
-from mmrl.config import RootConfig, TrainCommandConfig
+from mmrl.config import RlRunConfig, RootConfig
 from mmrl.config.engines import VllmConfig
 from mmrl.errors import ConfigError
 from mmrl.plan.shapes import Shape
@@ -161,18 +161,18 @@ def generating_devices(config: RootConfig) -> int:
     return hardware.rollout_devices or hardware.processes * nodes
 
 
-def training_processes(config: TrainCommandConfig) -> int:
+def training_processes(config: RlRunConfig) -> int:
     """Return the processes of all nodes, each with a device."""
     return config.hardware.processes * config.hardware.nodes
 
 
-def trained_parameters(config: TrainCommandConfig, shape: Shape) -> int:
+def trained_parameters(config: RlRunConfig, shape: Shape) -> int:
     """Return the parameters of the policy that the update changes."""
     lora = config.model.lora
     return shape.parameters if lora is None else shape.adapters * shape.lora_parameters(lora.r, lora.targets)
 
 
-def states(config: TrainCommandConfig, shape: Shape) -> dict[str, float]:
+def states(config: RlRunConfig, shape: Shape) -> dict[str, float]:
     """Return the bytes per process of what the trainer holds of weights, critic, gradients and optimizer, by part."""
     lora, critic, width = config.model.lora, getattr(config.algo, "critic", None), computing_width(config)
     trained = trained_parameters(config, shape) * TRAINED_WIDTH
@@ -195,13 +195,13 @@ def states(config: TrainCommandConfig, shape: Shape) -> dict[str, float]:
     return {part: size / processes if part in shared else float(size) for part, size in sizes.items()}
 
 
-def host_memory(config: TrainCommandConfig, shape: Shape) -> dict[str, float]:
+def host_memory(config: RlRunConfig, shape: Shape) -> dict[str, float]:
     """Return the bytes per process of the parts that wait in host memory (`hardware.cpu_offload`)."""
     moved = SHARDED[config.hardware.sharding] if config.hardware.cpu_offload else ()
     return {part: size for part, size in states(config, shape).items() if part in moved}
 
 
-def memory(config: TrainCommandConfig, shape: Shape, load: Load, longest: float, device: Device) -> dict[str, float]:
+def memory(config: RlRunConfig, shape: Shape, load: Load, longest: float, device: Device) -> dict[str, float]:
     """Return the bytes per training device by part: the trainer's, and the engine's if it has no own devices.
 
     A colocated vLLM that sleeps during the update is in here only where it needs more than the update's own parts do,
@@ -241,12 +241,12 @@ def memory(config: TrainCommandConfig, shape: Shape, load: Load, longest: float,
     return {part: float(size) for part, size in parts.items() if size}
 
 
-def sleeps(config: TrainCommandConfig) -> bool:
+def sleeps(config: RlRunConfig) -> bool:
     """True where vLLM gives its memory back during the update."""
     return config.hardware.device != "cpu" and getattr(config.engine, "sleep", False) is not False
 
 
-def engine_memory(config: TrainCommandConfig, shape: Shape, load: Load, device: Device) -> dict[str, float]:
+def engine_memory(config: RlRunConfig, shape: Shape, load: Load, device: Device) -> dict[str, float]:
     """Return bytes per generating device by part: with vLLM all weights on each, with `transformers` the trainer's.
 
     The embedded engine stores what later turns go on from (`PrefixStore`), up to `engine.batch_tokens` once more.
@@ -274,7 +274,7 @@ def cache_room(vllm: VllmConfig, device: Device, weights: float) -> float:
     return float(vllm.kv_cache_gb * GIB) if device.name == "cpu" else vllm.gpu_memory * device.memory - weights
 
 
-def pack_tokens(config: TrainCommandConfig, shape: Shape, device: Device, wide: bool = False) -> int:
+def pack_tokens(config: RlRunConfig, shape: Shape, device: Device, wide: bool = False) -> int:
     """Return the tokens forwarded at once: `train.microbatch_tokens`, else by the trainer's rule from memory.
 
     Args:
@@ -296,7 +296,7 @@ def pack_tokens(config: TrainCommandConfig, shape: Shape, device: Device, wide: 
 
 
 def seconds(
-    config: TrainCommandConfig, shape: Shape, loads: Mapping[str, Load], step: Load, device: Device
+    config: RlRunConfig, shape: Shape, loads: Mapping[str, Load], step: Load, device: Device
 ) -> dict[str, float]:
     """Return the expected seconds of one step by phase, on the devices that generate and those that train."""
     forward = 2.0 * shape.block_parameters * step.trained_unique + 2.0 * shape.vocab * shape.hidden * step.completion

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
-from mmrl.config import TrainCommandConfig
+from mmrl.config import RlRunConfig
 from mmrl.errors import ConfigError
 from mmrl.plan.cost import (
     CACHED,
@@ -44,7 +44,7 @@ class Evaluations:
 class Plan:
     """Work, memory and time of a training run."""
 
-    config: TrainCommandConfig
+    config: RlRunConfig
     shape: Shape
     device: Device
     loads: Mapping[str, Load]

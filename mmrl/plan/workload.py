@@ -15,7 +15,7 @@ from fractions import Fraction
 from itertools import pairwise, takewhile
 
 from mmrl.algorithms import ALGORITHMS, assign_credit
-from mmrl.config import RootConfig, TrainCommandConfig
+from mmrl.config import RlRunConfig, RootConfig
 from mmrl.errors import ConfigError
 from mmrl.records import Call, Forest
 from mmrl.rollout.plans import Tree
@@ -91,7 +91,7 @@ class Load:
         return replace(grown, decode_steps=self.decode_steps)
 
 
-def declared(config: TrainCommandConfig, modules: Sequence[str], overrides: Mapping[str, Lengths]) -> dict[str, Load]:
+def declared(config: RlRunConfig, modules: Sequence[str], overrides: Mapping[str, Lengths]) -> dict[str, Load]:
     """Load of each module from lengths: what the algorithm's plans ask for, averaged over the draws of many examples.
 
     Args:
@@ -153,7 +153,7 @@ def parse_lengths(text: str) -> dict[str, Lengths]:
 
 
 def _trees(
-    trees: Iterable[Tree], modules: Sequence[str], lengths: Mapping[str, Lengths], config: TrainCommandConfig
+    trees: Iterable[Tree], modules: Sequence[str], lengths: Mapping[str, Lengths], config: RlRunConfig
 ) -> dict[str, Load]:
     """Load of one example."""
     loads = {module: Load() for module in modules}
@@ -183,7 +183,7 @@ def _trees(
     return loads
 
 
-def frozen_modules(config: TrainCommandConfig) -> list[str]:
+def frozen_modules(config: RlRunConfig) -> list[str]:
     """Return the modules that are not trained: by the config, or since an endpoint answers for them."""
     frozen = [module for module, settings in (config.model.modules or {}).items() if settings.frozen]
     return [*frozen, *(config.engine.endpoints or ())]
@@ -281,7 +281,7 @@ def mean_rollout(forest: Forest, answered: Collection[str] = ()) -> dict[str, Lo
     return loads
 
 
-def trained_calls(forest: Forest, config: TrainCommandConfig) -> set[str]:
+def trained_calls(forest: Forest, config: RlRunConfig) -> set[str]:
     """Return the ids of the calls that carry a weight under the algorithm."""
 
     def completed(call: Call) -> Call:
@@ -294,7 +294,7 @@ def trained_calls(forest: Forest, config: TrainCommandConfig) -> set[str]:
     return {entry.call for entry in credit.entries if any(entry.weights)}
 
 
-def dry_rollouts(config: TrainCommandConfig, task: Task, reward_set: str, examples: int) -> Forest:
+def dry_rollouts(config: RlRunConfig, task: Task, reward_set: str, examples: int) -> Forest:
     """Sample as the algorithm does, for `examples` examples, by the weights that are here."""
     import torch
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from mmrl.config.base import SHIPPED, path_override
-from mmrl.config.other_stages import SFT
+from mmrl.config.sft import SFT
 from mmrl.models.load import local_path
 from mmrl.report.html import templates
 from mmrl.report.overview import Item, Overview

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from mmrl import rng
 from mmrl.config import AlgoConfig, EvalConfig, TaskConfig
-from mmrl.config.other_stages import SftConfig
+from mmrl.config.sft import SftConfig
 from mmrl.engines.base import Engine
 from mmrl.errors import RequestFailure
 from mmrl.models.chat import decode_text, render_observation, render_prompt, template_of

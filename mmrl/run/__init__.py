@@ -11,14 +11,14 @@
       │  session.session: build.build_stage → checkup → evaluate → improve → evaluate → report
     run directory           session.resume: from its config, through all of this again, to the same bits
 
-`eval` goes it for `mmrl eval`: EvalCommandConfig → Checked → Settled → items → summary.
+`eval` goes it for `mmrl eval`: EvalRunConfig → Checked → Settled → items → summary.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from mmrl.config import EvalCommandConfig, StageConfig
+from mmrl.config import EvalRunConfig, StageConfig
 
 
 def train(config: StageConfig) -> tuple[Path, int]:
@@ -32,7 +32,7 @@ def train(config: StageConfig) -> tuple[Path, int]:
     return begin(checked)
 
 
-def evaluate(config: EvalCommandConfig) -> Path:
+def evaluate(config: EvalRunConfig) -> Path:
     """Check the config of an evaluation and run it. Returns its directory."""
     from mmrl.run.check import check_all
 

@@ -1,4 +1,4 @@
-"""Builders of a run's parts from a settled config: task, assignment of weights, trainer, engine, teachers, stages.
+"""Parts of a run, built from a settled config: task, trainer, engine. The stage of each kind: `rl`, `sft`, `prompts`.
 
 Called by `train`, `eval`, `plan` and the checks. torch and transformers load inside the functions that need them: a
 config is checked without.
@@ -8,47 +8,32 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
+from mmrl import engines
 from mmrl.algorithms import ALGORITHMS
 from mmrl.algorithms.checks import TURN_SETS
-from mmrl.config import (
-    HardwareConfig,
-    PromptCommandConfig,
-    RootConfig,
-    SftCommandConfig,
-    StageConfig,
-    TaskConfig,
-    TrainCommandConfig,
-    WeightsConfig,
-)
-from mmrl.config.base import MINI, MethodConfig
+from mmrl.config import HardwareConfig, RlRunConfig, RootConfig, StageConfig, TaskConfig, WeightRunConfig
+from mmrl.config.base import MINI, MethodConfig, value_at
+from mmrl.config.rules import engine_name
 from mmrl.config.teacher import STUDENT, TeacherConfig
-from mmrl.engines import EngineSetup, build_engine, engine_class, needs_model
+from mmrl.engines import EngineSetup, build_engine, needs_model
 from mmrl.engines.base import Engine
 from mmrl.errors import ConfigError, unknown
 from mmrl.models.assignment import ModuleAssignment
 from mmrl.records import Example
 from mmrl.rollout import with_program
-from mmrl.rollout.teachers import LoadedTeacher
-from mmrl.run.settle import WeightRunConfig, module_assignment
-from mmrl.stages import Stage
-from mmrl.stages.prompts.split import split
 from mmrl.store.policy import Policy, resolve
-from mmrl.system.ray_cluster import server_resources
 from mmrl.tasks import TASKS
-from mmrl.tasks.base import Task
+from mmrl.tasks.base import Task, continuing_modules
 from mmrl.tasks.data.layouts import subset
 
 if TYPE_CHECKING:
-    from torch import nn
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from mmrl.config.other_stages import PromptConfig
     from mmrl.models.load import ServedWeights
     from mmrl.stages.step_log import StepLog
     from mmrl.trainer.settings import Settings
@@ -112,6 +97,58 @@ def evaluated(task: Task, config: RootConfig, split: str) -> tuple[Sequence[Exam
     return selected, {"evaluated": f"{items} of the {len(examples)} {split} items, drawn; the same ones in every run"}
 
 
+def engine_problems(
+    config: RootConfig, *, training: bool = False, copied: bool = False, rank: int = 0, adapters: Collection[str] = ()
+) -> list[str]:
+    """Return the problems of the engine that samples, and of its settings; see `engines.problems`."""
+    name, device = engine_name(config), config.hardware.device
+    return engines.problems(
+        config.engine, name, training=training, copied=copied, device=device, rank=rank, adapters=adapters
+    )
+
+
+def split_problems(config: TaskConfig, task: Task, split: str, key: str) -> list[str]:
+    """Return the one sentence for a split that is to be evaluated and is absent or empty."""
+    if config.data.source_of(split) is None:
+        splits = [f"{key}={name}" for name in config.data.files]
+        return [
+            f"{key}: got {split}, and there is no such split (task.data.{split}=null); set task.data.{split}, or "
+            f"{' or '.join(splits)}"
+        ]
+    return [] if task.examples(split) else [f"{key}: the {split} split has no examples; set task.data.{split}"]
+
+
+def endpoint_problems(config: RootConfig, task: Task) -> list[str]:
+    """Return problems of the endpoints that answer for modules, without a request."""
+    every, endpoints = engine_name(config) == "openai", config.engine.endpoints or {}
+    if not every and not endpoints:
+        return []
+    key = "engine" if every else "engine.endpoints"
+    problems = []
+    training = isinstance(config, RlRunConfig)
+    if not training:  # in training `ModuleAssignment.problems` lists them
+        problems = [unknown(key, name, task.program.modules) for name in endpoints if name not in task.program.modules]
+    for path in ("eval.top_k", "algo.top_k") if training else ("eval.top_k",):
+        if top_k := value_at(config, path):
+            problems.append(f"{path}: got {top_k}, and an endpoint takes no top_k; use 0")
+    return problems + [
+        f"{key}: module '{module}' of task={task.name} goes on in the context of an earlier reply, which an "
+        "endpoint that takes messages cannot; use engine=transformers or engine=vllm_server for it"
+        for module in continuing_modules(task.program)
+        if every or module in endpoints
+    ]
+
+
+def turns_missing(reward: str | None, algo: str, task: Task) -> list[str]:
+    """Return the sentence for a reward set without the turn rewards of the algorithm; `algo` empty: none does."""
+    # An unknown reward set has its own sentence in `check`; a second one would only distract.
+    if reward not in task.reward_sets or reward in TURN_SETS or not algo or not ALGORITHMS[algo].needs_turn_rewards:
+        return []
+    offered = [name for name in TURN_SETS if name in task.reward_sets]
+    instead = f"use task.reward={offered[0]}, or leave it out" if offered else "use an algorithm without turn rewards"
+    return [f"task.reward: got {reward}, which has no turn rewards, and algo={algo} needs them; {instead}"]
+
+
 def check_model(config: StageConfig) -> None:
     """Find models that cannot be had before a run directory is made, the teachers' too; say what is left out of one.
 
@@ -123,7 +160,7 @@ def check_model(config: StageConfig) -> None:
 
     model, warnings = config.model, []
     tokenizer = load_tokenizer(model)
-    if isinstance(config, WeightsConfig) or needs_model(config.engine.name):
+    if isinstance(config, WeightRunConfig) or needs_model(config.engine.name):
         empty, note = skeleton(model)
         _refuse_context(tokenizer, empty, config)
         warnings += [note, _tokens_without_weights(tokenizer, empty, model.path)]
@@ -204,76 +241,8 @@ def _tokens_without_weights(tokenizer: PreTrainedTokenizerBase, model: PreTraine
     )
 
 
-def steps_of(config: StageConfig, task: Task) -> int:
-    """Return the steps of a stage; of prompts about as many trials as an optimiser makes, 0 where it does not say."""
-    if isinstance(config, WeightsConfig):
-        return config.train.steps
-    algo = cast("PromptConfig", config.algo)
-    _, validation = split(algo, task.examples("train"), config.seed)
-    return algo.expected_trials(len(task.program.modules), len(validation))
-
-
-def build_stage(config: StageConfig, task: Task, log: StepLog) -> Stage[RootConfig]:
-    """Load the policy and everything around it."""
-    import torch
-
-    # Before any torch work: the number of threads decides the order of float sums.
-    torch.set_num_threads(config.hardware.threads or 1)
-    return STAGES[config.kind.name](config, task, log)
-
-
-def _build_rl(config: TrainCommandConfig, task: Task, log: StepLog) -> Stage[RootConfig]:
-    from mmrl.stages.weights import WeightStage
-    from mmrl.trainer.settings import Settings
-
-    log.prefetched = bool(config.train.staleness)
-    assignment = module_assignment(config, task.program.modules)
-    initial = config.model.path if assignment.copied else None
-    settings = Settings(train=config.train, algo=config.algo, model=config.model, seed=config.seed)
-    trainer, tokenizer, serving = _load_trainer(config, assignment, settings, log, initial)
-    engines, teachers = _build_engines(config, task, trainer.model, tokenizer, serving, log)
-    return WeightStage(
-        config=config,
-        task=task,
-        engine=engines[0],
-        tokenizer=tokenizer,
-        trainer=trainer,
-        examples=task.examples("train"),
-        reward_set=reward_set(task, config.task.reward, config.algo.name),
-        log=log,
-        teachers=teachers,
-        engines=engines,
-        assignment=assignment,
-    )
-
-
-def _build_sft(config: SftCommandConfig, task: Task, log: StepLog) -> Stage[RootConfig]:
-    from mmrl.stages.sft import SftStage
-    from mmrl.trainer.settings import Settings
-
-    assignment = module_assignment(config, task.program.modules)
-    settings = Settings.supervised(config.train, config.model, config.seed)
-    trainer, tokenizer, serving = _load_trainer(config, assignment, settings, log)
-    setup = _setup(config, serving, log.rundir.path)
-    return SftStage(
-        config=config,
-        task=task,
-        tokenizer=tokenizer,
-        # In this process, whatever engine the profile names: it samples from the very weights that are trained.
-        engine=build_engine(config.engine.in_process, trainer.model, tokenizer, setup),
-        reward_set=reward_set(task, config.task.reward),
-        log=log,
-        trainer=trainer,
-        assignment=assignment,
-    )
-
-
-def _load_trainer(
-    config: WeightRunConfig,
-    assignment: ModuleAssignment,
-    settings: Settings,
-    log: StepLog,
-    initial: str | None = None,
+def load_trainer(
+    config: WeightRunConfig, assignment: ModuleAssignment, settings: Settings, log: StepLog, initial: str | None = None
 ) -> tuple[MmrlTrainer, PreTrainedTokenizerBase, ServedWeights]:
     """Load the policy in its trainer, its tokenizer, and what an engine serves it with.
 
@@ -286,68 +255,12 @@ def _load_trainer(
 
     policy = Policy(base=config.model.path, modules=assignment.served, initial=initial)
     model, tokenizer, serving = load_policy(policy, config.model, config.hardware.device)
-    trainer = MmrlTrainer(
-        model,
-        tokenizer,
-        settings,
-        output_dir=log.rundir.checkpoints,
-        adapters=make_adapters(assignment),
-    )
+    adapters = make_adapters(assignment)
+    trainer = MmrlTrainer(model, tokenizer, settings, output_dir=log.rundir.checkpoints, adapters=adapters)
     return trainer, tokenizer, serving
 
 
-def _build_prompts(config: PromptCommandConfig, task: Task, log: StepLog) -> Stage[RootConfig]:
-    from mmrl.stages.prompts.stage import PromptStage
-
-    resources, start = ExitStack(), Policy(base=config.model.path)
-    serving = fixed_engine(config, start, log.rundir.path, devices=server_devices(config.hardware))
-    engine, tokenizer = resources.enter_context(serving)
-    return PromptStage(
-        config=config,
-        task=task,
-        engine=engine,
-        tokenizer=tokenizer,
-        reward_set=reward_set(task, config.task.reward),
-        log=log,
-        resources=resources,
-        task_with=lambda prompts: build_task(config.task, config.seed, prompts),
-    )
-
-
-STAGES: Mapping[str, Callable[..., Stage[RootConfig]]] = {"rl": _build_rl, "sft": _build_sft, "prompts": _build_prompts}
-"""Kind of a stage (`config.schema.Kind`) -> what builds it."""
-
-
-def _build_engines(
-    config: TrainCommandConfig,
-    task: Task,
-    model: nn.Module | None,
-    tokenizer: PreTrainedTokenizerBase,
-    serving: ServedWeights,
-    log: StepLog,
-) -> tuple[list[Engine], dict[str, LoadedTeacher]]:
-    """Build the engine that samples the policy, then those of teachers; and the teachers by name."""
-    algo, hardware = config.algo, config.hardware
-    samplings = ((algo.temperature, algo.top_p, algo.top_k),)
-    facts = {"devices": server_devices(hardware), "samplings": samplings, "processes": log.processes}
-    setup = _setup(config, serving, log.rundir.path, versions=1 + max(1, config.train.staleness), **facts)
-    if hardware.ray is not None:
-        setup = replace(setup, bundle=server_resources(hardware, getattr(config.engine, "replicas", 1)))
-    # In this process an engine samples from the very module that is trained (wrapped by peft where there is an
-    # adapter), so no weights are copied between updates.
-    engine = build_engine(config.engine, model, tokenizer, setup)
-
-    student = LoadedTeacher(task=task, engine=engine, tokenizer=tokenizer, shares_vocabulary=True)
-    try:
-        teachers = _load_teachers(config, student)
-    except BaseException:
-        engine.close()
-        raise
-    different = {id(e): e for e in (engine, *(teacher.engine for teacher in teachers.values()))}
-    return list(different.values()), teachers
-
-
-def _setup(config: RootConfig, serving: ServedWeights, folder: Path, **overrides: Any) -> EngineSetup:
+def engine_setup(config: RootConfig, serving: ServedWeights, folder: Path, **overrides: Any) -> EngineSetup:
     """Return the settings of an engine beside its section: of the config, unless `overrides` says otherwise."""
     shared = {"max_context": config.task.max_context, "threads": config.hardware.threads, "folder": folder, **serving}
     return EngineSetup(**{**shared, "weights": config.model, "device": config.hardware.device, **overrides})
@@ -381,46 +294,6 @@ def teacher_prompts(teacher: TeacherConfig, policy: Policy | None) -> str | None
     return teacher.prompts or (policy.prompts if policy is not None else None)
 
 
-def _load_teachers(config: TrainCommandConfig, student: LoadedTeacher) -> dict[str, LoadedTeacher]:
-    """Load the teachers by name; those of the same weights share an engine, those without use the student's."""
-    from mmrl.engines.endpoint_engine import EndpointEngine
-
-    loaded: dict[str, tuple[Engine, PreTrainedTokenizerBase]] = {}
-    result: dict[str, LoadedTeacher] = {}
-    # Weights are loaded once for all teachers that name them: a second copy would cost as much memory again.
-    for teacher in separate_teachers(config.algo):
-        policy = teacher_policy(teacher)
-        engine, tokenizer = student.engine, student.tokenizer
-        # A teacher with prompts alone speaks with the weights in training, so it learns along with them.
-        if policy is not None:
-            key = f"{policy.base} {policy.adapter} {policy.adapters}"
-            if key not in loaded:
-                loaded[key] = _load_fixed(config, policy)
-            engine, tokenizer = loaded[key]
-        if teacher.endpoint is not None:
-            # An endpoint answers in text, which the student's tokenizer encodes.
-            engine = EndpointEngine(teacher.endpoint, student.tokenizer, f"algo.teachers.{teacher.name}.endpoint")
-        result[teacher.name] = LoadedTeacher(
-            task=build_task(config.task, config.seed, teacher_prompts(teacher, policy)),
-            engine=engine,
-            tokenizer=tokenizer,
-            shares_vocabulary=tokenizer is student.tokenizer or tokenizer.get_vocab() == student.tokenizer.get_vocab(),
-        )
-    return result
-
-
-def _load_fixed(config: TrainCommandConfig, policy: Policy) -> tuple[Engine, PreTrainedTokenizerBase]:
-    """Load an engine for weights that do not train, in this process, whatever engine serves the student."""
-    from mmrl.models.load import load_policy
-
-    model, tokenizer, serving = load_policy(policy, config.model, config.hardware.device)
-    model.eval().requires_grad_(False)
-    setup = EngineSetup(
-        max_context=config.task.max_context, threads=config.hardware.threads, weights=config.model, **serving
-    )
-    return engine_class("transformers")(model, tokenizer, config.engine.in_process, setup), tokenizer
-
-
 @contextmanager
 def fixed_engine(
     config: RootConfig, policy: Policy, folder: Path, served: str = "", devices: tuple[int, ...] = ()
@@ -442,7 +315,9 @@ def fixed_engine(
         model, tokenizer, serving = load_policy(policy, config.model, config.hardware.device)
     else:
         tokenizer = load_tokenizer(weights)
-    setup = _setup(config, serving, folder, weights=weights, folders=policy.folders, devices=devices, served=served)
+    setup = engine_setup(
+        config, serving, folder, weights=weights, folders=policy.folders, devices=devices, served=served
+    )
     engine = build_engine(config.engine, model, tokenizer, setup)
     try:
         # Every completion carries the version of the policy that sampled it.

@@ -6,13 +6,13 @@ import random
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmrl.config import TrainCommandConfig
+from mmrl.config import RlRunConfig
 from mmrl.report.doctor import Probe, as_object, find, report
 from mmrl.stages.step_log import StepLog
 from mmrl.system.files import atomic_write, dumps
 
 if TYPE_CHECKING:
-    from mmrl.stages.weights import WeightStage
+    from mmrl.stages.rl import RlStage
 
 EXAMPLES = 4
 """Examples that `mmrl train` plays before a long run."""
@@ -20,7 +20,7 @@ FILE = "doctor.json"
 """In a run directory: the findings before training."""
 
 
-def examined(stage: WeightStage, examples: int) -> Probe:
+def examined(stage: RlStage, examples: int) -> Probe:
     """Play a few examples; leaves all sources of random numbers as they were."""
     # It imports torch, which a refused config need not wait for.
     import numpy
@@ -38,13 +38,13 @@ def examined(stage: WeightStage, examples: int) -> Probe:
         numpy.random.set_state(numpy_state)
 
 
-def check_before_training(stage: WeightStage, log: StepLog) -> None:
+def check_before_training(stage: RlStage, log: StepLog) -> None:
     """Play a few examples before training where `run.doctor` says so; print and keep the findings.
 
     It stops no run: what so few examples show is for a person to judge.
     """
     config = stage.config
-    if not log.processes.first(_doctor_runs(config, log.rundir.path / FILE)):
+    if not log.processes.first(doctor_runs(config, log.rundir.path / FILE)):
         return
     facts = examined(stage, EXAMPLES)
     findings = find(facts)
@@ -53,14 +53,8 @@ def check_before_training(stage: WeightStage, log: StepLog) -> None:
         atomic_write(log.rundir.path / FILE, dumps(as_object(facts, findings), indent=1) + "\n")
 
 
-def _doctor_runs(config: TrainCommandConfig, findings: Path) -> bool:
-    """True if `mmrl train` plays examples before training.
-
-    Args:
-        findings: what a start of this run that was killed may have left.
-    """
-    # A resumed start would print the same findings again, and they cost rollouts.
-    if findings.exists():
-        return False
+def doctor_runs(config: RlRunConfig, findings: Path) -> bool:
+    """True if `mmrl train` plays examples before training: not where a start that was killed has left its findings."""
+    wanted = config.run.doctor
     # Runs on a CPU are small, and are mostly watched to their end.
-    return config.hardware.device != "cpu" if config.run.doctor == "auto" else config.run.doctor
+    return (config.hardware.device != "cpu" if wanted == "auto" else wanted) and not findings.exists()

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mmrl.config import EvalCommandConfig
+from mmrl.config import EvalRunConfig
 from mmrl.engines import needs_model
 from mmrl.engines.base import total_usage
 from mmrl.errors import CheckpointError, StorageError, TooManyFailures, continue_with, failure_summary, located, storage
@@ -36,7 +36,7 @@ from mmrl.system.stop import stoppable
 from mmrl.tasks.base import Task
 
 
-def evaluate_policy(checked: Checked[EvalCommandConfig]) -> Path:
+def evaluate_policy(checked: Checked[EvalRunConfig]) -> Path:
     """Run `mmrl eval`: evaluate a policy on a task's split. Returns the directory with the results of each item."""
     settled = settle(checked.config)
     config = settled.config
@@ -51,7 +51,7 @@ def evaluate_policy(checked: Checked[EvalCommandConfig]) -> Path:
 
 def resume_evaluation(folder: Path) -> None:
     """Continue a stopped `mmrl eval`: items already evaluated stay, those with an infrastructure failure run again."""
-    config = stored_config(folder, EvalCommandConfig)
+    config = stored_config(folder, EvalRunConfig)
     refuse_edits(folder, config)
     with RunDir.open(folder, command=["mmrl", "eval", f"resume={folder}"]) as rundir:
         with located(f"{folder}/config.yaml: "):
@@ -59,7 +59,7 @@ def resume_evaluation(folder: Path) -> None:
         _evaluate(config, rundir)
 
 
-def _evaluate(config: EvalCommandConfig, rundir: RunDir) -> None:
+def _evaluate(config: EvalRunConfig, rundir: RunDir) -> None:
     import torch
 
     torch.set_num_threads(config.hardware.threads or 1)
@@ -93,7 +93,7 @@ def unsuited(policy: str, facts: Mapping[str, object]) -> dict[str, str]:
 
 
 def _items(
-    config: EvalCommandConfig, rundir: RunDir, task: Task, policy: Policy, examples: Sequence[Example]
+    config: EvalRunConfig, rundir: RunDir, task: Task, policy: Policy, examples: Sequence[Example]
 ) -> tuple[list[JsonObject], dict[str, str], dict[str, float]]:
     """Return the results of each item, stored or new; and facts and metrics of the engine that made them."""
     from mmrl.rollout.environment import make_environment, sampling_settings

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
 
 from rich.console import Console
 
@@ -21,18 +20,19 @@ from mmrl import engines
 from mmrl.config import (
     EngineConfig,
     HardwareConfig,
+    RlRunConfig,
     RootConfig,
     RunConfig,
     StageConfig,
-    TrainCommandConfig,
     Typed,
-    WeightsConfig,
+    WeightRunConfig,
     validate_stored,
 )
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, ProcessLost, continue_with, located, storage
-from mmrl.run.build import build_stage, build_task, check_model, evaluated, steps_of
+from mmrl.run.build import build_task, check_model, evaluated
 from mmrl.run.check import Checked, check_all
 from mmrl.run.checkup import check_before_training
+from mmrl.run.kinds import build_stage, kind_of
 from mmrl.run.launch import must_start, released, start, wrapping
 from mmrl.run.ray_launch import start_on_ray
 from mmrl.run.settle import Settled, import_plugins, refuse_edits, settle, stored_config
@@ -46,9 +46,6 @@ from mmrl.system.files import JsonObject, plain, read_jsonl
 from mmrl.system.memo import read_replies
 from mmrl.system.processes import ALONE, Processes, join, launched, lost_a_process
 from mmrl.system.stop import stoppable
-
-if TYPE_CHECKING:
-    from mmrl.stages.weights import WeightStage
 
 STEADY = ("constant", "constant_with_warmup")
 """Schedules that do not depend on the number of steps."""
@@ -66,7 +63,7 @@ def begin(checked: Checked[StageConfig], resumed: bool = False) -> tuple[Path, i
     """Start a run, or continue the one in `run.dir`. Returns its directory and the exit code."""
     inherited = started(checked.config)
     keep_start(inherited)
-    credited = inherited.kind.credit
+    credited = isinstance(inherited, RlRunConfig)
     # A process that a launcher has started, Ray too, joins the others below.
     on_ray = credited and inherited.hardware.ray is not None and launched() is None
     settled = settle(inherited, ray_cluster.connect(inherited.hardware) if on_ray else None)
@@ -109,7 +106,7 @@ def _rewind(config: StageConfig, rundir: RunDir) -> Path | None:
     with located(f"{rundir.path}/config.yaml: "):
         check_all([config.in_folder(None)])
     with storage(rundir.path):
-        if not isinstance(config, WeightsConfig):
+        if not isinstance(config, WeightRunConfig):
             from mmrl.report.trials import FOLDER, MEMO
 
             # Before a model loads; the stage would come to it later.
@@ -153,7 +150,7 @@ def extended(folder: Path, steps_text: str) -> Iterator[None]:
         ConfigError: no such number, or a schedule that depends on it.
         CheckpointError: it is no training run, or another process has it.
     """
-    config = stored_config(folder, WeightsConfig, reading=True).train
+    config = stored_config(folder, WeightRunConfig, reading=True).train
     if not re.fullmatch(r"\+?[0-9]{1,9}", steps_text):
         raise ConfigError(f"train.steps: got '{steps_text}', expected +N (further steps) or a number of steps")
     steps = int(steps_text) + (config.steps if steps_text.startswith("+") else 0)
@@ -182,7 +179,7 @@ def work(job: JsonObject) -> int:
     """Begin or continue a run in one of the processes that `start` has started."""
     import_plugins(job["config"].get("plugins", ()))
     try:
-        config = validate_stored(TrainCommandConfig, job["config"]).as_typed(Typed(command=tuple(job["command"])))
+        config = validate_stored(RlRunConfig, job["config"]).as_typed(Typed(command=tuple(job["command"])))
         return begin(Checked(config), job["resumed"])[1]
     except RuntimeError as error:
         if not lost_a_process(error):
@@ -224,7 +221,7 @@ def _opened(
         yield rundir
 
 
-def _require_whole(config: WeightsConfig, rundir: RunDir, checkpoint: Path) -> None:
+def _require_whole(config: WeightRunConfig, rundir: RunDir, checkpoint: Path) -> None:
     """Refuse a damaged checkpoint, and a run whose files do not hold each step up to it once.
 
     Raises:
@@ -244,7 +241,7 @@ def _require_whole(config: WeightsConfig, rundir: RunDir, checkpoint: Path) -> N
         for step in range(1, done + 1):
             if lines[step] != 1:
                 raise CheckpointError(f"{rundir.metrics_path}: has {lines[step]} lines of step {step}, expected 1")
-            if config.kind.credit and read_step(rundir, step)[0].step != step:
+            if isinstance(config, RlRunConfig) and read_step(rundir, step)[0].step != step:
                 raise CheckpointError(f"{rundir.journal_path(step)}: is of another step")
             # Those before training and after the last step are read again, and completed, by the stage.
             if step < config.train.steps and f"eval/{split}/reward" in history[step]:
@@ -274,11 +271,12 @@ def session(
     from mmrl.report.stats import counted
     from mmrl.report.trackers import trackers
     from mmrl.stages.evaluate import Evaluations
+    from mmrl.stages.rl import RlStage
     from mmrl.stages.step_log import StepLog
 
     started = time.perf_counter()
     task = build_task(config.task, config.seed)
-    metric, steps, done = task.main_metric, steps_of(config, task), step_number(checkpoint)
+    metric, steps, done = task.main_metric, kind_of(config).steps(config, task), step_number(checkpoint)
     # Only the main process shows and sends anything; the others have a quiet display and no trackers.
     display, console = (config.run, None) if processes.main else (RunConfig(), Console(quiet=True))
     name = display.name or f"{config.algo.name}-{task.name}-s{config.seed}"
@@ -295,7 +293,7 @@ def session(
     ):
         opening = f"continuing from step {done}" if done else "continuing" if rundir.history() else "starting"
         where = f"{config.model.name} ({config.hardware.device}, {counted(config.hardware.threads or 1, 'thread')})"
-        batch = counted(config.train.batch_size, "example") if isinstance(config, WeightsConfig) else ""
+        batch = counted(config.train.batch_size, "example") if isinstance(config, WeightRunConfig) else ""
         size = f", {counted(steps, 'step')} of {batch}" if batch else ""
         facts = ", ".join(f"{key} {value}" for key, value in task.describe().items())
         work = f"{config.algo.name} on {task.name} with {where}{size}"
@@ -310,8 +308,8 @@ def session(
                 try:
                     examples, subset = evaluated(task, config, config.eval.split)
                     evaluations = Evaluations(examples=examples, last_step=steps, stage=stage)
-                    if config.kind.credit and checkpoint is None:
-                        check_before_training(cast("WeightStage", stage), log)
+                    if isinstance(stage, RlStage) and checkpoint is None:
+                        check_before_training(stage, log)
                     before = evaluations.baseline()
                     stage.improve(evaluations, checkpoint)
                     after = evaluations.final()

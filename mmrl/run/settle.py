@@ -11,14 +11,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Generic, TypeVar, cast
+from typing import Generic, TypeVar
 
 from mmrl.config import (
-    EvalCommandConfig,
+    EvalRunConfig,
+    RlRunConfig,
     RootConfig,
-    SftCommandConfig,
     StageConfig,
-    TrainCommandConfig,
+    WeightRunConfig,
     schema_of,
     validate_stored,
 )
@@ -32,7 +32,6 @@ from mmrl.system.files import plain
 from mmrl.system.objects import OBJECT, import_module, is_registered
 
 ConfigT = TypeVar("ConfigT", bound=RootConfig)
-WeightRunConfig = TrainCommandConfig | SftCommandConfig
 
 
 def import_plugins(packages: Collection[str]) -> None:
@@ -230,15 +229,15 @@ def weight_run(path: Path) -> tuple[RunDir, WeightRunConfig]:
     if "policy" in run.config:
         raise CheckpointError(f"{path}: this is an evaluation, which has no weights; give the run that it evaluated")
     config = stored_config(path, StageConfig, reading=True)
-    if not config.kind.weights and config.start is not None:
+    if isinstance(config, WeightRunConfig):
+        return run, config
+    if config.start is not None:
         # Prompts that were optimised for weights that another run has trained.
         start = Path(config.start.run)
         run, trained = weight_run(start if start.is_dir() else path.absolute().parent / start.name)
         return run, trained.model_copy(update={"task": trained.task.model_copy(update={"prompts": prompts})})
-    if not config.kind.weights:
-        now = prompts or "the ones that it started with"
-        raise CheckpointError(f"{path}: {config.kind.refusal}; its prompts are {now}")
-    return run, cast("WeightRunConfig", config)
+    now = prompts or "the ones that it started with"
+    raise CheckpointError(f"{path}: {config.refusal}; its prompts are {now}")
 
 
 def stored_config(folder: Path, schema: type[ConfigT], *, reading: bool = False) -> ConfigT:
@@ -261,7 +260,7 @@ def stored_config(folder: Path, schema: type[ConfigT], *, reading: bool = False)
         raise CheckpointError(f"{folder}/config.yaml: has neither algo nor policy, expected one as in every run's")
     stored_schema = schema_of(stored)
     if not issubclass(stored_schema, schema):
-        refusal = (TrainCommandConfig if schema is EvalCommandConfig else stored_schema).kind.refusal
+        refusal = (RlRunConfig if schema is EvalRunConfig else stored_schema).refusal
         raise CheckpointError(f"{folder}: {refusal.format(folder=folder)}")
     packages = packages_of(stored) if not reading or _needs_plugins(stored) else []
     announce_code(folder, stored, packages, program=not reading)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from mmrl.config import EvalCommandConfig, RootConfig, StageConfig
+from mmrl.config import EvalRunConfig, RootConfig, StageConfig, WeightRunConfig
 from mmrl.config.base import value_at
 from mmrl.errors import ConfigError, gathered, refuse
 from mmrl.sets.cells import SetResult
@@ -24,7 +24,7 @@ TOP = Path("outputs") / "sets"
 RUNS = TOP / "runs"
 MACHINE_SECTIONS = ("run", "hardware", "engine")
 """Sections that say where a run lies and what it runs on: the rest is what it is."""
-Config = StageConfig | EvalCommandConfig
+Config = StageConfig | EvalRunConfig
 Compose = Callable[[Command, Sequence[str], str | None], Config]
 """Overrides of a command and a folder of configs -> a validated config, or `ConfigError`. Hydra is not known here."""
 
@@ -111,7 +111,7 @@ class Planner:
         if method.from_:
             after = self.training(method.from_, column, seed)
             identity = {"of": after.path.name}
-            if after.config.kind.weights and (
+            if isinstance(after.config, WeightRunConfig) and (
                 after.config.model.modules is not None or value_at(after.config, "algo.frozen_serving")
             ):
                 apart = "trains weights for each module apart (model.modules, algo.frozen_serving)"
@@ -123,7 +123,8 @@ class Planner:
             if model != model_before:
                 raise ConfigError(f"model: got {model}, and {method.from_}, from which it starts, is {model_before}")
             if value_at(config, "task.prompts") and any(
-                value_at(link.config, "task.prompts") or not link.config.kind.weights for link in after.chain
+                value_at(link.config, "task.prompts") or not isinstance(link.config, WeightRunConfig)
+                for link in after.chain
             ):
                 if value_at(config, "task.prompts") != value_at(after.config, "task.prompts"):
                     raise ConfigError(f"task.prompts: has no effect, since it starts with those of {method.from_}")

@@ -18,7 +18,7 @@ from datetime import date
 from pathlib import Path
 from typing import Literal, Self
 
-from mmrl.config import EvalCommandConfig, StageConfig
+from mmrl.config import EvalRunConfig, StageConfig
 from mmrl.config.base import path_override, value_at
 from mmrl.errors import ConfigError
 from mmrl.report.stats import duration
@@ -78,7 +78,7 @@ class PlannedRun(CellRun):
     """Empty where one training serves all columns."""
     words: Sequence[str]
     """Overrides of the run, without policy= and from=, whose runs may not exist yet."""
-    config: StageConfig | EvalCommandConfig
+    config: StageConfig | EvalRunConfig
     code: int | None = None
     """Exit code of its process; 0 for a run that was finished before, None where it did not run."""
     reason: str = ""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from mmrl import rng
 from mmrl.config import AlgoConfig, EvalConfig, RootConfig
-from mmrl.config.other_stages import SftConfig
+from mmrl.config.sft import SftConfig
 from mmrl.engines.base import Engine
 from mmrl.rollout.environment import Environment, make_environment, sampling_settings
 from mmrl.tasks.base import Task

@@ -19,8 +19,8 @@ from mmrl.report.doctor import Probe
 from mmrl.rollout.environment import Environment, Stopwatch
 from mmrl.rollout.sample import sample
 from mmrl.stages.collect import batch_of, train_calls
+from mmrl.stages.rl import RlStage
 from mmrl.stages.step_metrics import by_module, forest_metrics, never_metrics
-from mmrl.stages.weights import WeightStage
 from mmrl.tasks.base import Searching
 from mmrl.trainer.selfcheck import check_tries
 from mmrl.trainer.sharding import is_sharded
@@ -31,7 +31,7 @@ COMPARED = 8
 """Calls of a module whose log-probabilities the trainer computes too."""
 
 
-def examine(stage: WeightStage, count: int) -> tuple[Probe, Forest]:
+def examine(stage: RlStage, count: int) -> tuple[Probe, Forest]:
     """Play `count` training examples as a step would; a collective of all processes of the run.
 
     Returns:
@@ -117,7 +117,7 @@ def _unread(forest: Forest) -> dict[str, str]:
     return {call.module: call.text for call in [*reversed(useless), *reversed(unparsed)]}
 
 
-def _credit(stage: WeightStage, forest: Forest) -> Credit | None:
+def _credit(stage: RlStage, forest: Forest) -> Credit | None:
     """Return the credit of the rollouts by the run's algorithm; None where there is nothing that it compares."""
     # A critic has no groups, and its values would cost a forward of all rollouts.
     if hasattr(stage.config.algo, "critic") or all(r.reward is None for r in forest.rollouts):
@@ -125,7 +125,7 @@ def _credit(stage: WeightStage, forest: Forest) -> Credit | None:
     return stage.credit(forest)
 
 
-def _unpacked(stage: WeightStage, forest: Forest, credit: Credit | None) -> str:
+def _unpacked(stage: RlStage, forest: Forest, credit: Credit | None) -> str:
     """Return the reason why this model's updates cannot be packed, which would end the run; empty if they can."""
     forwards = stage.trainer.forwards
     if credit is None or not forwards.tries or is_sharded(forwards.accelerator):
@@ -137,7 +137,7 @@ def _unpacked(stage: WeightStage, forest: Forest, credit: Credit | None) -> str:
     return ""
 
 
-def _gaps(stage: WeightStage, forest: Forest) -> dict[str, float]:
+def _gaps(stage: RlStage, forest: Forest) -> dict[str, float]:
     """Compute the mean |trainer - sampler| log-probability per token of a few calls of each module."""
     forwards = stage.trainer.forwards
     # Weights are sharded when training starts, and until then no process holds what the others would forward with.

@@ -1,6 +1,6 @@
 """The forest of a step: its examples, their rollouts, and what credit needs of models.
 
-Part of the weight stage. With several processes each samples its share;
+Part of the stage of reinforcement learning (`stages.rl`). With several processes each samples its share;
 then every process holds the whole forest. With `train.staleness` the rollouts of the next steps start here
 (`prefetch`), with `algo.zero_variance=refill` examples without signal are replaced (dynamic sampling).
 """
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar, cast
 
 from mmrl import rng
 from mmrl.algorithms import ALGORITHMS
-from mmrl.config import TrainCommandConfig
+from mmrl.config import RlRunConfig
 from mmrl.credit.entries import Credit, Entry
 from mmrl.models.chat import encode_text, end_of_turn
 from mmrl.models.encode import tokenizer_seconds
@@ -69,7 +69,7 @@ Rollouts: TypeAlias = tuple[Forest, Mapping[str, float]]
 class Prefetch(Generic[Batch]):
     """Batches that are sampled ahead (`train.staleness`), each of one version of the policy.
 
-    `Collector` starts them after the engine has new weights. With one batch ahead the weight stage waits for it before
+    `RolloutSampler` starts them after the engine has new weights. With one batch ahead the stage waits for it before
     the next ones are pushed; with more, an engine serves the versions of all.
     """
 
@@ -116,8 +116,8 @@ class Prefetch(Generic[Batch]):
 
 
 @dataclass(kw_only=True)
-class Collector(Stage[TrainCommandConfig]):
-    """The half of the weight stage that samples: makes the batches of one run, on each of its processes."""
+class RolloutSampler(Stage[RlRunConfig]):
+    """The half of the stage that samples: makes the batches of one run, on each of its processes."""
 
     trainer: MmrlTrainer
     """Trainer, also for the critic's values and the reference's log-probabilities."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmrl import rng
-from mmrl.config import SftCommandConfig
+from mmrl.config import SftRunConfig
 from mmrl.credit.entries import Entry
 from mmrl.errors import CheckpointError, ConfigError, DataError
 from mmrl.models.assignment import ModuleAssignment
@@ -49,7 +49,7 @@ FINGERPRINT = "warmup"
 
 
 @dataclass(kw_only=True)
-class SftStage(Stage[SftCommandConfig]):
+class SftStage(Stage[SftRunConfig]):
     """Supervised training on given completions; its engine samples the rollouts of `algo.source=rollouts`.
 
     Args:
@@ -80,8 +80,12 @@ class SftStage(Stage[SftCommandConfig]):
         self.evaluations = evaluations
         algo, done = self.config.algo, 0
         self.calls = self._fitting(self._sampled() if algo.source == "rollouts" else self._demonstrated())
-        self.data = digest(self.calls)
-        self.log.progress.note(self._describe_data())
+        self.data = fingerprint(self.calls)
+        counts = Counter(item.module or "no module" for item in self.calls)
+        sources = {"task": "demonstrations of the task", "file": str(algo.file), "rollouts": "own rollouts"}
+        per_module = ", ".join(f"{module} {count}" for module, count in counts.items())
+        training = f"training on {len(self.calls)} sequences from {sources[algo.source]}"
+        self.log.progress.note(f"{training}: {per_module}")
         if checkpoint is None:
             self.log.rundir.append_metrics(0, self.facts)
         elif saved_extra(checkpoint).get(FINGERPRINT, {}).get("data") != self.data:
@@ -196,13 +200,6 @@ class SftStage(Stage[SftCommandConfig]):
         }
         return fitting
 
-    def _describe_data(self) -> str:
-        """Return the source and numbers of the sequences, in one line."""
-        counts = Counter(item.module or "no module" for item in self.calls)
-        sources = {"task": "demonstrations of the task", "file": str(self.config.algo.file), "rollouts": "own rollouts"}
-        per_module = ", ".join(f"{module} {count}" for module, count in counts.items())
-        return f"training on {len(self.calls)} sequences from {sources[self.config.algo.source]}: {per_module}"
-
     def on_step_end(self, step: int, update: Mapping[str, float]) -> None:
         """Record a step, with an evaluation if one is due."""
         metrics = self.log.record(update)
@@ -288,6 +285,6 @@ def train_call(name: str, call: Call, weight: float) -> TrainCall:
     return TrainCall(call=replace(call, id=name), entries=(entry,))
 
 
-def digest(calls: Sequence[Call]) -> str:
+def fingerprint(calls: Sequence[Call]) -> str:
     """Return the digest of the sequences, which tells those of two runs apart."""
     return f"{rng.digest(*(str((call.module, call.prompt_ids, call.completion_ids)) for call in calls)):032x}"

@@ -11,9 +11,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from mmrl import rng
-from mmrl.config import SftCommandConfig
+from mmrl.config import SftRunConfig
 from mmrl.config.base import reasons
-from mmrl.config.other_stages import SftConfig
+from mmrl.config.sft import SftConfig
 from mmrl.errors import ConfigError, DataError, unknown
 from mmrl.records import Forest, Rollout
 from mmrl.tasks.base import Demonstrating, Demonstration, FieldProgram, Message, Task
@@ -51,7 +51,7 @@ class _Fields(BaseModel, extra="forbid"):
     outputs: dict[str, Any]
 
 
-def sft_problems(config: SftCommandConfig, task: Task, frozen: Sequence[str] = ()) -> list[str]:
+def sft_problems(config: SftRunConfig, task: Task, frozen: Sequence[str] = ()) -> list[str]:
     """Return problems of a supervised run, one sentence each, before any model loads.
 
     Args:
@@ -79,7 +79,7 @@ def sft_problems(config: SftCommandConfig, task: Task, frozen: Sequence[str] = (
     return problems
 
 
-def read_examples(config: SftCommandConfig, task: Task, frozen: Sequence[str] = ()) -> list[Supervised]:
+def read_examples(config: SftRunConfig, task: Task, frozen: Sequence[str] = ()) -> list[Supervised]:
     """Return the demonstrations of `algo.source` task or file, of the modules that are trained.
 
     Raises:
@@ -116,7 +116,7 @@ def demonstrated(task: Task, algo: SftConfig, frozen: Sequence[str] = ()) -> Ite
                 yield f"example {example.id}", demonstration
 
 
-def read_file(config: SftCommandConfig, task: Task) -> list[Supervised]:
+def read_file(config: SftRunConfig, task: Task) -> list[Supervised]:
     """Return the records of `algo.file`, each checked, of the modules in `algo.modules`.
 
     Raises:

@@ -16,7 +16,7 @@ from typing import Annotated, TypeVar
 from pydantic import AfterValidator, BaseModel, ValidationError
 
 from mmrl.config.base import FETCHED, SHIPPED, reasons, value_at
-from mmrl.config.other_stages import PROMPT_SCHEMAS
+from mmrl.config.prompts import PROMPT_SCHEMAS
 from mmrl.config.validate import revealed
 from mmrl.errors import ConfigError, refuse
 from mmrl.system.files import atomic_write, differences, file_digest, map_threaded, read_yaml, similar, user_path

@@ -29,7 +29,7 @@ def named_corpus(retriever: RetrieverConfig, corpus: str | None) -> dict[str, Se
         ConfigError: a corpus beside a retriever that has its own.
         DataError: an index or a file that cannot be used.
     """
-    if retriever.brings_passages and corpus is not None:
+    if (retriever.get("index") or retriever.get("url")) is not None and corpus is not None:
         owner = "task.retriever.name=remote" if retriever.get("url") is not None else "task.retriever.index"
         raise ConfigError(f"task.corpus: has no effect with {owner}, which brings its own passages")
     if retriever.get("url") is not None:

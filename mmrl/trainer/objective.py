@@ -1,6 +1,6 @@
 """Input of the trainer, and the one objective over it.
 
-Part of `trainer`; made by the weight stage from a forest and its credit, and by the supervised stage with advantage 1.
+Part of `trainer`; made from a forest and its credit, or by the supervised stage with advantage 1.
 Blind to algorithms: every paper's rewards, groups and normalisation have become an advantage and a weight per token
 before they come here.
 """

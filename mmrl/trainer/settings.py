@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from mmrl.config import AlgoConfig, ModelConfig, TrainConfig
 from mmrl.config.algo import CriticConfig
-from mmrl.config.other_stages import SFT
 from mmrl.config.rules import across_sections
+from mmrl.config.sft import SFT
 from mmrl.errors import ConfigError
 from mmrl.models.adapter import targets_of
 

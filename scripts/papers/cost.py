@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mmrl.config import EvalCommandConfig, TrainCommandConfig
+from mmrl.config import EvalRunConfig, RlRunConfig
 from mmrl.errors import ConfigError, MmrlError, refuse
 from mmrl.plan.cost import device, evaluation_seconds
 from mmrl.plan.shapes import shape_of
@@ -44,12 +44,12 @@ def device_hours(run: PlannedRun, items: int | None) -> tuple[float, int]:
     from mmrl.commands.plan import PlanArguments, make_plan
 
     config = run.config
-    if isinstance(config, EvalCommandConfig):
+    if isinstance(config, EvalRunConfig):
         # The weights do not exist yet; they have the size of the model that is trained.
         path = run.chain[0].config.model.path if run.after is not None else config.policy
         model = config.model.model_copy(update={"path": path})
         return _evaluation_hours(config.model_copy(update={"model": model}), items)
-    if not isinstance(config, TrainCommandConfig):
+    if not isinstance(config, RlRunConfig):
         return 0.0, 1
     hardware = config.hardware
     plan = make_plan(config, PlanArguments(dry=0, device="cpu" if hardware.device == "cpu" else "h100"))
@@ -58,7 +58,7 @@ def device_hours(run: PlannedRun, items: int | None) -> tuple[float, int]:
     return hours, hardware.processes * hardware.nodes + hardware.rollout_devices
 
 
-def _evaluation_hours(config: EvalCommandConfig, items: int | None) -> tuple[float, int]:
+def _evaluation_hours(config: EvalRunConfig, items: int | None) -> tuple[float, int]:
     """Return the hours of an evaluation on H100s (on the CPU where the config says so), and the devices that it takes.
 
     Args:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 from mmrl.config import ModelConfig, TrainConfig
 from mmrl.errors import CheckpointError, ConfigError
 from mmrl.records import Call
-from mmrl.stages.sft import FINGERPRINT, digest, encode, passes, tokens_of, train_call
+from mmrl.stages.sft import FINGERPRINT, encode, fingerprint, passes, tokens_of, train_call
 from mmrl.store.policy import newest_checkpoint
 from mmrl.tasks.base import Demonstration
 from mmrl.trainer.checkpoint import saved_extra
@@ -55,7 +55,7 @@ def warm_start(
     """
     calls = [encode(tokenizer, demonstration) for demonstration in demonstrations]
     shares = {"batches": settings.batches, "mix": dict(settings.mix), "seed": settings.seed}
-    record = {"train": settings.train.model_dump(mode="json"), **shares, "data": digest(calls)}
+    record = {"train": settings.train.model_dump(mode="json"), **shares, "data": fingerprint(calls)}
     start = newest_checkpoint(output) if output.is_dir() else None
     stored = saved_extra(start).get(FINGERPRINT) if start is not None else record
     if stored != record:

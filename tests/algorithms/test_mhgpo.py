@@ -6,7 +6,7 @@ import pytest
 
 from mmrl.algorithms import ALGORITHMS
 from mmrl.config import ALGO_SCHEMAS
-from mmrl.errors import ConfigError, DataError
+from mmrl.errors import DataError
 from mmrl.rollout.plans import Fork, Tree
 from tests.helpers.forests import Grow, advantage, by_call, credit, documented, total_weight
 
@@ -137,12 +137,6 @@ def test_check():
     ]
     (unknown,) = check("mhgpo_is", train_modules=("answerer",), freeze_modules=("reranke",))
     assert unknown.startswith("algo.freeze_modules: got 'reranke'")
-
-
-def test_a_section_of_another_algorithm_is_refused():
-    algo = ALGO_SCHEMAS["mhgpo_fof"].model_validate({"name": "mhgpo_fof"})
-    with pytest.raises(ConfigError, match="expected one of type MhgpoRrConfig"):
-        ALGORITHMS["mhgpo_rr"].credit(BRANCHES, algo, 0)
 
 
 def forest_with(field, value):

@@ -16,12 +16,13 @@ from mmrl.cli.overrides import read_line
 from mmrl.config import (
     ALGO_SCHEMAS,
     TASK_SCHEMAS,
-    EvalCommandConfig,
-    TrainCommandConfig,
+    EvalRunConfig,
+    RlRunConfig,
     validate,
 )
 from mmrl.config.base import path_override
-from mmrl.config.other_stages import PROMPT_SCHEMAS, SFT
+from mmrl.config.prompts import PROMPT_SCHEMAS
+from mmrl.config.sft import SFT
 from mmrl.system.conf import GROUPS, conf_dir, options
 from tests.helpers.lines import refused
 
@@ -64,11 +65,11 @@ def test_every_shipped_config_composes_and_validates(choice):
     group, _, name = choice.partition("=")
     if group in ("task", "algo", "model", "hardware", "engine"):
         assert getattr(config, group).name == name
-    if isinstance(config, TrainCommandConfig):
+    if isinstance(config, RlRunConfig):
         assert type(config.task) is TASK_SCHEMAS[config.task.name]
         assert type(config.algo) is ALGO_SCHEMAS[config.algo.name]
     if group in ("model", "hardware", "engine"):
-        assert validate(EvalCommandConfig, composed("eval", [choice, *path, "++policy=tiny"])).policy == "tiny"
+        assert validate(EvalRunConfig, composed("eval", [choice, *path, "++policy=tiny"])).policy == "tiny"
 
 
 def test_the_tiny_model_scales_every_algorithm_down():
@@ -102,7 +103,7 @@ def test_the_users_conf_folder_overlays_the_shipped_one(tmp_path, monkeypatch):
 
 
 def test_tiny_stands_for_the_shipped_model_that_plays_the_task():
-    found = validate(EvalCommandConfig, composed("eval", ["task=papillon", "++policy=tiny"]))
+    found = validate(EvalRunConfig, composed("eval", ["task=papillon", "++policy=tiny"]))
     assert (found.policy, found.model.path) == ("tiny_dspy", "tiny_dspy")
     teachers = "algo.teachers=[{name: student}, {name: gpt, policy: tiny}]"
     config = configured(["task=banking77", "algo=mmgrpo", teachers])

@@ -24,7 +24,7 @@ from mmrl.run.settle import module_assignment
 from mmrl.store.journal import read_step, write_step
 from mmrl.store.rundir import RunDir
 from mmrl.tasks.base import Score
-from tests.helpers.configs import collector_of
+from tests.helpers.configs import rl_stage_of
 from tests.helpers.programs import FakeEngine, FakeTask
 from tests.helpers.runs import change_config
 
@@ -88,7 +88,7 @@ def trained(folder, *options):
     """A run directory with the journal of one step, and what the trainer was given."""
     config = configured([*options, "train.batch_size=6"]).in_folder(str(folder))
     critic = ALGORITHMS[config.algo.name].needs_critic
-    stage = collector_of(config, FakeEngine(letters_of))
+    stage = rl_stage_of(config, FakeEngine(letters_of))
     stage.task, stage.examples = Turns(Agents()), POOL
     stage.assignment = module_assignment(config, stage.task.program.modules)
     with (

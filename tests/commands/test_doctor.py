@@ -12,9 +12,9 @@ from mmrl.cli.hydra import composed
 from mmrl.errors import EngineFailure, LengthFailure, MmrlError, ParseFailure
 from mmrl.report.alarms import alarms
 from mmrl.report.doctor import find
-from mmrl.run.checkup import _doctor_runs
+from mmrl.run.checkup import doctor_runs
 from mmrl.stages.checkup import examine
-from tests.helpers.configs import collector_of, config_of
+from tests.helpers.configs import config_of, rl_stage_of
 from tests.helpers.programs import Chain, FakeEngine, seeded_letter
 from tests.helpers.runs import command
 
@@ -50,7 +50,7 @@ class Engine(FakeEngine):
 def stage_of(engine, program, options=None, **task):
     """A weight stage around fakes, whose trainer has the log-probabilities of `Engine`."""
     options = options or {}
-    stage = collector_of(config_of(options if "algo" in options else {**OPTIONS, **options}), engine)
+    stage = rl_stage_of(config_of(options if "algo" in options else {**OPTIONS, **options}), engine)
     stage.task.program = program
     stage.task.tools = {"search": lambda query: [{"title": query}]}
     for name, value in task.items():
@@ -201,7 +201,7 @@ def test_runs_on_gpus_are_looked_at_and_others_where_it_is_asked_for(tmp_path):
 
     def needed(device, doctor):
         config = config_of({"hardware.device": device})
-        return _doctor_runs(config.model_copy(update={"run": config.run.model_copy(update={"doctor": doctor})}), made)
+        return doctor_runs(config.model_copy(update={"run": config.run.model_copy(update={"doctor": doctor})}), made)
 
     wanted = [needed(device, doctor) for device in ("cpu", "cuda") for doctor in ("auto", True, False)]
     assert wanted == [False, True, False, True, True, False]

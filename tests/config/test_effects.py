@@ -21,7 +21,7 @@ from mmrl.models.load import load_model, load_tokenizer
 from mmrl.rollout.environment import sampling_settings
 from mmrl.stages.evaluate import Evaluations, evaluate, evaluation_metrics
 from mmrl.tasks.dspy.own import FunctionProgram
-from tests.helpers.configs import Options, collector_of, config_of
+from tests.helpers.configs import Options, config_of, rl_stage_of
 from tests.helpers.programs import Chain, FakeEngine, FakeTask, environment, forest_of, seeded_letter
 from tests.helpers.trainer_cases import gradients, make_calls, make_trainer, with_changes, with_targets
 
@@ -142,14 +142,14 @@ def evaluated(config: Any, folder: Path) -> object:
     engine, task = FakeEngine(seeded_letter), FakeTask(Chain(("a",)))
     examples = task.examples(config.eval.split)
     items = evaluate(lambda key: environment(task, engine, key=key), examples, config.eval, config.seed, "outcome")
-    due = Evaluations(examples=examples, last_step=9, stage=collector_of(config, engine)).due
+    due = Evaluations(examples=examples, last_step=9, stage=rl_stage_of(config, engine)).due
     metrics = evaluation_metrics(items, config.eval, config.seed)
     return [r.prompt_ids for r in engine.requests], metrics, [step for step in range(1, 10) if due(step)]
 
 
 def sampled(config: Any, folder: Path) -> object:
     """Examples and replies of a first step; whether the second is under way then."""
-    stage = collector_of(config, FakeEngine(seeded_letter))
+    stage = rl_stage_of(config, FakeEngine(seeded_letter))
     with patch("mmrl.stages.collect.annotate", lambda forwards, forest: forest):
         batch = stage.collect(1, lambda forest: None)  # type: ignore[arg-type, return-value]
         ahead = stage.prefetch.steps

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mmrl.cli.configs import configured
-from mmrl.config import DataConfig, TrainCommandConfig, validate_stored
+from mmrl.config import DataConfig, RlRunConfig, validate_stored
 from tests.helpers.lines import evaluation, refused
 
 # Of a task, those of its paper and those of `tiny`, with which the runs of README and docs/performance.md were made.
@@ -85,7 +85,7 @@ def test_other_weights_under_the_tiny_model_are_refused_with_what_to_type(path):
 def test_a_stored_run_with_other_weights_goes_on():
     stored = configured([]).model_dump(mode="json")
     stored["model"]["path"] = "some/model"
-    assert validate_stored(TrainCommandConfig, stored).model.path == "some/model"
+    assert validate_stored(RlRunConfig, stored).model.path == "some/model"
 
 
 def test_the_neutral_model_wants_a_path():

@@ -24,15 +24,16 @@ from mmrl.config import (
     ENGINE_SCHEMAS,
     RETRIEVER_SCHEMAS,
     TASK_SCHEMAS,
-    EvalCommandConfig,
+    EvalRunConfig,
     ModelConfig,
-    PromptCommandConfig,
-    SftCommandConfig,
-    TrainCommandConfig,
+    PromptRunConfig,
+    RlRunConfig,
+    SftRunConfig,
     TrainConfig,
 )
 from mmrl.config.engines import OpenAIConfig
-from mmrl.config.other_stages import PROMPT_SCHEMAS, SftConfig
+from mmrl.config.prompts import PROMPT_SCHEMAS
+from mmrl.config.sft import SftConfig
 from mmrl.config.tasks import BUILT_IN
 from mmrl.config.validate import sections_of
 from mmrl.engines.endpoint_engine import with_model
@@ -52,10 +53,10 @@ from tests.helpers.reads import Key, reads
 from tests.helpers.servers import chat_reply, good_app, listening, serving
 
 COMMANDS: Mapping[str, type[BaseModel]] = {
-    "rl": TrainCommandConfig,
-    "prompts": PromptCommandConfig,
-    "sft": SftCommandConfig,
-    "eval": EvalCommandConfig,
+    "rl": RlRunConfig,
+    "prompts": PromptRunConfig,
+    "sft": SftRunConfig,
+    "eval": EvalRunConfig,
 }
 CHOSEN: Mapping[str, type[BaseModel]] = {
     **{f"algo.{name}": schema for name, schema in (ALGO_SCHEMAS | PROMPT_SCHEMAS).items()},

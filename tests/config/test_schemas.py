@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mmrl.cli.hydra import composed
-from mmrl.config import ENGINE_SCHEMAS, RETRIEVER_SCHEMAS, TASK_SCHEMAS, TrainCommandConfig, validate
+from mmrl.config import ENGINE_SCHEMAS, RETRIEVER_SCHEMAS, TASK_SCHEMAS, RlRunConfig, validate
 from mmrl.config.tasks import BUILT_IN, PluginTaskConfig, TaskConfig
 from mmrl.config.validate import CHOICES
 from mmrl.engines import ENGINES
@@ -28,7 +28,7 @@ def raw_of() -> dict[str, Any]:
 
 def problems_of(raw: dict[str, Any]) -> list[str]:
     try:
-        validate(TrainCommandConfig, raw)
+        validate(RlRunConfig, raw)
     except ConfigError as error:
         return error.problems
     return []
@@ -74,14 +74,14 @@ def test_a_plugin_without_a_schema_may_read_any_key_and_one_with_a_schema_its_ow
 ) -> None:
     raw = raw_of()
     raw["task"] = {"name": "routing", "max_turns": 2, "labels": "x.json"}
-    assert type(validate(TrainCommandConfig, raw).task) is PluginTaskConfig
+    assert type(validate(RlRunConfig, raw).task) is PluginTaskConfig
 
     class RoutingConfig(TaskConfig):
         depth: int = 3
 
     monkeypatch.setitem(TASK_SCHEMAS, "routing", RoutingConfig)
     raw["task"] = {"name": "routing", "depth": 5}
-    assert validate(TrainCommandConfig, raw).task.model_dump()["depth"] == 5
+    assert validate(RlRunConfig, raw).task.model_dump()["depth"] == 5
     raw["task"] = {"name": "routing", "max_turns": 2}
     (problem,) = problems_of(raw)
     assert problem.startswith("task.max_turns: got 2, which has no effect with task routing; it is an option of ")

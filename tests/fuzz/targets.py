@@ -70,11 +70,11 @@ def configs() -> tuple[Mapping[str, Any], ...]:
 
 def run_config(raw: Any) -> str | None:
     """Validation refuses, or gives a config that reads back as itself."""
-    from mmrl.config import EvalCommandConfig, TrainCommandConfig, validate, validate_stored
+    from mmrl.config import EvalRunConfig, RlRunConfig, validate, validate_stored
 
     if not isinstance(raw, dict):
         return None
-    schema: Any = EvalCommandConfig if "policy" in raw else TrainCommandConfig
+    schema: Any = EvalRunConfig if "policy" in raw else RlRunConfig
     validated = validate(schema, raw)
     again = validate_stored(schema, validated.model_dump(mode="json"))
     return None if again == validated else "a config that is read back is another one"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mmrl.cli.arguments import section_of
 from mmrl.commands.plan import PlanArguments
-from mmrl.config import TrainCommandConfig, validate
+from mmrl.config import RlRunConfig, validate
 from mmrl.errors import ConfigError, DataError
 from mmrl.plan.workload import parse_lengths
 from mmrl.system.files import user_path
@@ -84,4 +84,4 @@ def test_a_config_with_half_a_character_is_refused_by_its_key() -> None:
     raw = dict(targets.configs()[0])
     raw["run"] = {**raw["run"], "name": "a\ud800"}
     with pytest.raises(ConfigError, match=r"run\.name: got a text with half a character"):
-        validate(TrainCommandConfig, raw)
+        validate(RlRunConfig, raw)

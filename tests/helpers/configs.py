@@ -9,11 +9,11 @@ from typing import Any
 from unittest.mock import MagicMock
 
 from mmrl.cli.hydra import composed
-from mmrl.config import EvalCommandConfig, RootConfig, TrainCommandConfig, validate
+from mmrl.config import EvalRunConfig, RlRunConfig, RootConfig, validate
 from mmrl.models.assignment import ModuleAssignment
 from mmrl.rollout.environment import sampling_settings
+from mmrl.stages.rl import RlStage
 from mmrl.stages.step_log import StepLog
-from mmrl.stages.weights import WeightStage
 from tests.helpers.programs import Chain, FakeEngine, FakeTask, environment
 
 Options = dict[str, Any]
@@ -47,14 +47,14 @@ def _merged(base: dict[str, Any], changes: Options) -> dict[str, Any]:
 
 def config_of(options: Options, command: str = "train") -> Any:
     """The composed config of a command with some values."""
-    schema: type[RootConfig] = TrainCommandConfig if command == "train" else EvalCommandConfig
+    schema: type[RootConfig] = RlRunConfig if command == "train" else EvalRunConfig
     return validate(schema, _merged(deepcopy(_composed(command)), nested(options)))
 
 
-def collector_of(config: Any, engine: FakeEngine) -> WeightStage:
+def rl_stage_of(config: Any, engine: FakeEngine) -> RlStage:
     """The weight stage of a run whose task and engine are fakes."""
 
-    class OfFakes(WeightStage):
+    class OfFakes(RlStage):
         def environment(self, phase: Any, key: Any) -> Any:
             env = environment(self.task, self.engine, key=key)
             env.settings = sampling_settings(phase, self.config.task)

@@ -17,9 +17,9 @@ from mmrl.config import (
     EvalConfig,
     HardwareConfig,
     ModelConfig,
-    PromptCommandConfig,
+    PromptRunConfig,
     RunConfig,
-    SftCommandConfig,
+    SftRunConfig,
     validate,
 )
 from mmrl.config.tasks import task_schema
@@ -137,8 +137,8 @@ def better_with_demonstrations(task: Any, base: float = 0.3, each: float = 0.2) 
     return answer
 
 
-def prompt_command(config: Any, algo: str, seed: int = 3, **options: Any) -> PromptCommandConfig:
-    return PromptCommandConfig(
+def prompt_command(config: Any, algo: str, seed: int = 3, **options: Any) -> PromptRunConfig:
+    return PromptRunConfig(
         seed=seed,
         task=config,
         model=MODEL,
@@ -239,7 +239,7 @@ def config_of(options=()):
     }
     for path, value in nested({**SMALL, **dict(options)}).items():
         sections[path] = {**sections[path], **value}
-    return validate(SftCommandConfig, sections)
+    return validate(SftRunConfig, sections)
 
 
 def stage_of(folder, options=(), task=None, engine=None, stopping=None, **more):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mmrl.cli import main
-from mmrl.config import TrainCommandConfig
+from mmrl.config import RlRunConfig
 from mmrl.run.settle import stored_config
 from mmrl.sets.sweep import job_state
 from tests.helpers.runs import EVAL, change_config, contents, flip, forge, numbers
@@ -48,7 +48,7 @@ def test_what_is_missing_of_a_finished_run_is_completed(left, whole, tmp_path, c
     shutil.copytree(whole, run)
     for name in left:
         (run / name).unlink()
-    config = stored_config(run, TrainCommandConfig)
+    config = stored_config(run, RlRunConfig)
     assert job_state(run, config) == "unfinished"
     # What a kill between a checkpoint and the removal of an old one leaves.
     shutil.copytree(run / "checkpoints" / "checkpoint-2", run / "checkpoints" / "checkpoint-1")

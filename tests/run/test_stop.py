@@ -11,7 +11,7 @@ import pytest
 
 from mmrl.cli import main
 from mmrl.errors import Stopped
-from mmrl.stages.collect import Collector
+from mmrl.stages.collect import RolloutSampler
 from mmrl.system.stop import stoppable
 from mmrl.trainer.trl_trainer import MmrlTrainer
 from tests.helpers.runs import command, contents, numbers
@@ -34,9 +34,9 @@ def terminate():
 @pytest.mark.parametrize(
     ("place", "method", "count", "saved"),
     [
-        (Collector, "collect", 3, ["checkpoint-2"]),
+        (RolloutSampler, "collect", 3, ["checkpoint-2"]),
         (MmrlTrainer, "training_step", 2, ["checkpoint-2"]),
-        (Collector, "environment", 1, []),
+        (RolloutSampler, "environment", 1, []),
     ],
     ids=["while it samples", "while it updates", "before training"],
 )

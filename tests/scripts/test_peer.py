@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 
 from mmrl.cli.configs import configured
-from mmrl.config import TrainCommandConfig
+from mmrl.config import RlRunConfig
 from mmrl.models.load import load_tokenizer
 from mmrl.system.conf import later_wins
 from scripts import peer
@@ -18,7 +18,7 @@ WORDS = ["task=qa_direct", "train.steps=2", "train.batch_size=2", "algo.group_si
 
 
 def test_examples_prompts_and_rewards_are_those_of_the_task() -> None:
-    config = cast(TrainCommandConfig, configured(["algo=grpo", *WORDS]))
+    config = cast(RlRunConfig, configured(["algo=grpo", *WORDS]))
     tokenizer = load_tokenizer(config.model)
     task = peer.Peer(config, tokenizer, {int(tokenizer.eos_token_id)})
     rows = task.dataset()

@@ -8,7 +8,7 @@ from mmrl.cli import main
 from mmrl.config import ALGO_SCHEMAS
 from mmrl.records import Example
 from mmrl.stages.collect import dynamic_sampling
-from mmrl.stages.weights import WeightStage
+from mmrl.stages.rl import RlStage
 from mmrl.store.journal import read_step
 from mmrl.store.rundir import RunDir
 from scripts.chaos.compare import comparable
@@ -84,16 +84,16 @@ def test_a_run_refills_journals_all_it_sampled_and_is_the_same_when_resumed(rand
         assert not trained & set(forest.meta["refill"]["left_out"])
         assert record["rollouts/count"] == len(forest.rollouts)
     # The same run, stopped between its steps and continued.
-    ends = WeightStage.on_step_end
+    ends = RlStage.on_step_end
 
     def stops(self, step, update):
         if step == 2:
             raise KeyboardInterrupt
         ends(self, step, update)
 
-    monkeypatch.setattr(WeightStage, "on_step_end", stops)
+    monkeypatch.setattr(RlStage, "on_step_end", stops)
     assert main(command(random_model, tmp_path / "b", *options, "train.save_every=1")) == 130
-    monkeypatch.setattr(WeightStage, "on_step_end", ends)
+    monkeypatch.setattr(RlStage, "on_step_end", ends)
     assert main(["train", f"resume={tmp_path / 'b'}"]) == 0
     assert json.dumps([comparable(r) for r in run_a.history()]) == json.dumps(
         [comparable(r) for r in RunDir.read(tmp_path / "b").history()]
@@ -111,7 +111,7 @@ def test_refill_without_effect_is_refused(capsys, tmp_path, monkeypatch):
 
 def test_failures_are_counted_over_the_step_and_not_over_a_round(random_model, tmp_path, monkeypatch):
     """Every later round's rollouts fail, of a single example or two: fewer than half of the step's."""
-    rounds, sample = [], WeightStage._roll_out
+    rounds, sample = [], RlStage._roll_out
 
     async def failing(self, examples, step, version):
         forest, seconds = await sample(self, examples, step, version)
@@ -121,7 +121,7 @@ def test_failures_are_counted_over_the_step_and_not_over_a_round(random_model, t
             forest = replace(forest, rollouts=tuple(failed))
         return forest, seconds
 
-    monkeypatch.setattr(WeightStage, "_roll_out", failing)
+    monkeypatch.setattr(RlStage, "_roll_out", failing)
     options = ["algo=mhgpo_rr", "algo.zero_variance=refill", "algo.refill_rounds=1", "train.steps=3", "eval.every=0"]
     options += ["train.batch_size=4", "train.max_failed_share=0.9"]
     assert main(command(random_model, tmp_path / "a", *options)) == 0

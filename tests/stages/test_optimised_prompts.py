@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from mmrl.cli import main
 from mmrl.engines.base import Completion, Request
 from mmrl.engines.embedded.transformers_engine import TransformersEngine
-from mmrl.stages import weights
+from mmrl.stages import rl
 from mmrl.store.journal import read_step
 from mmrl.store.rundir import RunDir
 from mmrl.trainer.objective import StepBatch
@@ -54,7 +54,7 @@ def test_a_step_sends_what_dspy_renders_and_trains_what_was_sampled(
         return batches[-1]
 
     monkeypatch.setattr(TransformersEngine, "generate", watched)
-    monkeypatch.setattr(weights, "StepBatch", batch)
+    monkeypatch.setattr(rl, "StepBatch", batch)
     options = ["task=banking77", "algo=mmgrpo", "algo.rollouts=3", "algo.beta=0.1", "train.steps=1"]
     prompts = optimised(tmp_path / "program.json")
     small = [option for option in SMALL if not option.startswith(("task.retriever", "algo.", "eval."))]

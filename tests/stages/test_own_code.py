@@ -7,7 +7,7 @@ import pytest
 from mmrl.config import EvalConfig
 from mmrl.rollout.plans import fork_on
 from mmrl.store.rundir import RunDir
-from tests.helpers.configs import collector_of, config_of
+from tests.helpers.configs import config_of, rl_stage_of
 from tests.helpers.programs import Chain, FakeEngine, FakeTask, seeded_letter
 from tests.stages.test_evaluate import evaluations, quiet_progress
 
@@ -31,7 +31,7 @@ PLACE = "(tests/stages/test_own_code.py, line 24, in run)"
 @pytest.fixture
 def collector(monkeypatch):
     monkeypatch.setattr("mmrl.stages.collect.annotate", lambda forwards, forest: forest)
-    made = collector_of(config_of({"train.batch_size": 4, "algo.group_size": 2}), FakeEngine(seeded_letter))
+    made = rl_stage_of(config_of({"train.batch_size": 4, "algo.group_size": 2}), FakeEngine(seeded_letter))
     made.notes = []
     made.log.progress.note = made.notes.append
     return made

@@ -1,6 +1,6 @@
 """The embedded engine: generation in process, from the very module that the trainer trains.
 
-Programs reach it through `rollout.context`; `stages.weights` calls `set_version` after each update. A request waits in
+Programs reach it through `rollout.context`; `stages.rl` calls `set_version` after each update. A request waits in
 the `Batcher` and becomes a row of `RowDecoder`.
 """
 

@@ -1,6 +1,6 @@
 """Generation by vLLM in the training process, on the trainer's own device; on a GPU it sleeps while the trainer works.
 
-Programs reach it through `rollout.context`; `stages.weights` calls `set_version` before anything is sampled from new
+Programs reach it through `rollout.context`; `stages.rl` calls `set_version` before anything is sampled from new
 weights and `sleep` when sampling is over. LoRA adapters go through disk, each version under a name and a number of its
 own (vLLM keys its prefix cache on the name); full weights go from memory to memory. One thread drives vLLM while there
 are requests; weights change on the caller's, and only when there are none.

@@ -1,6 +1,6 @@
 """Generation by vLLM servers, started by mmrl or given by their addresses; weights follow the trainer by version.
 
-Programs reach them by `client.HttpEngine`; `stages.weights` calls `set_version` before anything is sampled from new
+Programs reach them by `client.HttpEngine`; `stages.rl` calls `set_version` before anything is sampled from new
 weights. Requests go to the only server, or through a router to one of several; weights go to each server directly:
 
     request ── router ──┬── server 1 ──┐

@@ -13,8 +13,8 @@ import dspy
 from dspy import lm15
 
 from mmrl import rng
-from mmrl.config import PromptCommandConfig
-from mmrl.config.other_stages import ProposingConfig
+from mmrl.config import PromptRunConfig
+from mmrl.config.prompts import ProposingConfig
 from mmrl.engines.base import Completion, Engine, Request, Sampling
 from mmrl.engines.completions import Reply, Usage
 from mmrl.engines.endpoint_engine import SEEDS
@@ -88,7 +88,7 @@ class Writer:
 
     def __init__(
         self,
-        stage: Stage[PromptCommandConfig],
+        stage: Stage[PromptRunConfig],
         algo: ProposingConfig,
         memo: Memo,
         loop: Loop,

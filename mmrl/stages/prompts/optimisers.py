@@ -17,7 +17,7 @@ from dspy.teleprompt import BootstrapFewShotWithRandomSearch, MIPROv2, Telepromp
 from dspy.teleprompt.gepa.gepa import GEPA
 from dspy.teleprompt.gepa.instruction_proposal import InstructionProposer
 
-from mmrl.config.other_stages import BootstrapFewshotConfig, GepaConfig, Miprov2Config, PromptConfig
+from mmrl.config.prompts import BootstrapFewshotConfig, GepaConfig, Miprov2Config, PromptConfig
 from mmrl.stages.prompts.model import Writer
 from mmrl.stages.prompts.rollouts import Evaluated, Played, Rollouts, TrainExample, played
 from mmrl.stages.prompts.split import labeled_demos, read_instructions

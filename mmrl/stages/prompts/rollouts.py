@@ -13,8 +13,8 @@ import dspy
 from dspy.utils.callback import BaseCallback
 
 from mmrl import rng
-from mmrl.config import PromptCommandConfig
-from mmrl.config.other_stages import BootstrapConfig
+from mmrl.config import PromptRunConfig
+from mmrl.config.prompts import BootstrapConfig
 from mmrl.engines.base import Engine
 from mmrl.records import Call, Example, Rollout
 from mmrl.rollout.environment import Stopwatch, make_environment, sampling_settings
@@ -79,7 +79,7 @@ class Rollouts:
         paid: counts what this process uses, also of the memo.
     """
 
-    def __init__(self, stage: Stage[PromptCommandConfig], memo: Memo, loop: Loop, paid: Counter[str]):
+    def __init__(self, stage: Stage[PromptRunConfig], memo: Memo, loop: Loop, paid: Counter[str]):
         self.stage, self.loop = stage, loop
         # A function, since DSPy copies the student: a method would be copied with all that is here.
         self.student = student_of(stage.task, lambda **inputs: self._forward(**inputs))

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mmrl import rng
-from mmrl.config import PromptCommandConfig
+from mmrl.config import PromptRunConfig
 from mmrl.config.base import literal
-from mmrl.config.other_stages import BootstrapConfig, PromptConfig
+from mmrl.config.prompts import BootstrapConfig, PromptConfig
 from mmrl.errors import ConfigError, DataError, gathered, refuse, unknown
 from mmrl.records import Example
 from mmrl.system.files import read_yaml, user_path
@@ -69,7 +69,7 @@ def read_instructions(path: str, modules: Sequence[str]) -> dict[str, list[str]]
     return {module: content.get(module, []) for module in modules}
 
 
-def prompt_problems(config: PromptCommandConfig, task: Task) -> list[str]:
+def prompt_problems(config: PromptRunConfig, task: Task) -> list[str]:
     """Return reasons why the optimiser cannot run on this task, one sentence each, with the key to set."""
     algo, examples = config.algo, task.examples("train")
     program: Any = task.program

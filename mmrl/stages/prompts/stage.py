@@ -23,8 +23,8 @@ from statistics import fmean
 
 import dspy
 
-from mmrl.config import PromptCommandConfig
-from mmrl.config.other_stages import ProposingConfig
+from mmrl.config import PromptRunConfig
+from mmrl.config.prompts import ProposingConfig
 from mmrl.engines.base import total_usage
 from mmrl.report.trials import FOLDER, MEMO, PROPOSALS, TRIALS, nothing_went_well
 from mmrl.stages import Stage
@@ -34,10 +34,9 @@ from mmrl.stages.prompts.model import COSTS, WRITING_COSTS, Writer
 from mmrl.stages.prompts.optimisers import SearchSetup, optimise, optimising, score
 from mmrl.stages.prompts.rollouts import ID, Played, Rollouts, TrainExample
 from mmrl.stages.prompts.split import split
-from mmrl.stages.prompts.students import State, digest_of, state_of
+from mmrl.stages.prompts.students import State, digest_of, module_state
 from mmrl.stages.step_metrics import failed_share
 from mmrl.store.policy import write_policy
-from mmrl.store.rundir import RunDir
 from mmrl.system.files import JsonObject, append_jsonl, atomic_write, dumps
 from mmrl.system.memo import Memo
 from mmrl.tasks.base import Task
@@ -60,7 +59,7 @@ class PromptResult:
 
 
 @dataclass(kw_only=True)
-class PromptStage(Stage[PromptCommandConfig]):
+class PromptStage(Stage[PromptRunConfig]):
     """Optimisation of prompts.
 
     `improve` again on the same run directory, in any process, goes on where it was: DSPy's optimiser runs from its
@@ -84,11 +83,6 @@ class PromptStage(Stage[PromptCommandConfig]):
     _until_now: Mapping[str, float] = field(init=False, default_factory=dict)
     """Counters up to which `_since` has reported."""
 
-    @property
-    def rundir(self) -> RunDir:
-        """The run's."""
-        return self.log.rundir
-
     def sync(self, version: int) -> None:
         """Do nothing: the weights stay."""
 
@@ -100,7 +94,7 @@ class PromptStage(Stage[PromptCommandConfig]):
         if result.improved:
             self.task = self.task_with(str(result.prompts))
         prompts = str(result.prompts) if result.improved else self.config.task.prompts
-        write_policy(self.rundir.path, weights=self.config.model.path, prompts=prompts, task=self.task.name)
+        write_policy(self.log.rundir.path, weights=self.config.model.path, prompts=prompts, task=self.task.name)
 
     def describe(self) -> dict[str, str]:
         """Return facts for the summary, after `improve`."""
@@ -133,12 +127,12 @@ class PromptStage(Stage[PromptCommandConfig]):
             EngineFailure: the prompt model's endpoint gave no completion.
             CheckpointError: the memo is damaged.
         """
-        folder, algo = self.rundir.path / FOLDER, self.config.algo
+        folder, algo = self.log.rundir.path / FOLDER, self.config.algo
         memo, loop = Memo(folder / MEMO), Loop()
         # Made again, in seconds, with the replies of the memo; trials that have a record get no second one.
         for name in (TRIALS, PROPOSALS):
             (folder / name).unlink(missing_ok=True)
-        self._logged = {int(record["step"]) for record in self.rundir.history()}
+        self._logged = {int(record["step"]) for record in self.log.rundir.history()}
         self.log.begin()
         self._rollouts = rollouts = Rollouts(self, memo, loop, self.paid)
         self._since()
@@ -173,7 +167,7 @@ class PromptStage(Stage[PromptCommandConfig]):
         selected = program if improved else start
         validation = len(self.validation)
         self._note_prompts("result", selected, improved=improved, validation=validation, start=before, best=best)
-        path = (self.rundir.path / "prompts").with_suffix(rollouts.student.suffix)
+        path = (self.log.rundir.path / "prompts").with_suffix(rollouts.student.suffix)
         rollouts.student.save(selected, path)
         return PromptResult(path, improved, before, max(before, best))
 
@@ -197,12 +191,12 @@ class PromptStage(Stage[PromptCommandConfig]):
 
     def _note_prompts(self, name: str, module: dspy.Module, **facts: object) -> None:
         """Write prompts for people, with facts about them."""
-        text = dumps({**facts, "modules": readable_prompts(state_of(module))}, indent=1)
-        atomic_write(self.rundir.path / FOLDER / f"{name}.json", text + "\n")
+        text = dumps({**facts, "modules": readable_prompts(module_state(module))}, indent=1)
+        atomic_write(self.log.rundir.path / FOLDER / f"{name}.json", text + "\n")
 
     def _reward(self, candidate: dspy.Module, validation: Sequence[TrainExample]) -> float:
         """Return the reward of a candidate; nearly every one has had its trial on all validation examples."""
-        digest = digest_of(state_of(candidate))
+        digest = digest_of(module_state(candidate))
         if digest not in self._rewards:
             examples = [example for example in validation if example.inputs()[ID] in self.validation]
             dspy.Evaluate(devset=examples, metric=score)(candidate)
@@ -212,12 +206,12 @@ class PromptStage(Stage[PromptCommandConfig]):
         # What failed by an error that ends the search is no proposal.
         if self._rollouts.loop.failure is None:
             line = {"module": module, "instructions": proposal, "usable": not problem, "problem": problem}
-            append_jsonl(self.rundir.path / FOLDER / PROPOSALS, [line])
+            append_jsonl(self.log.rundir.path / FOLDER / PROPOSALS, [line])
 
     def _trial(self, batch: Sequence[Played]) -> None:
         """Record an evaluation of DSPy's as a trial."""
         self._rollouts.judge()
-        state = state_of(batch[0].candidate)
+        state = module_state(batch[0].candidate)
         spent = self._since()
         for part in ("generate", "rollout"):
             self.log.add(part, spent.pop(part))
@@ -246,7 +240,7 @@ class PromptStage(Stage[PromptCommandConfig]):
         if len(failures) == len(batch):
             self.unusable += 1
             trial["unusable"] = _example(batch)
-        append_jsonl(self.rundir.path / FOLDER / TRIALS, [trial])
+        append_jsonl(self.log.rundir.path / FOLDER / TRIALS, [trial])
         metrics = {
             "prompts/score": reward,
             "prompts/items": float(len(batch)),

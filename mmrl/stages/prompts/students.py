@@ -166,7 +166,7 @@ def student_of(task: Task, forward: Forward) -> Student:
     return PromptedStudent(task, task.program, forward)
 
 
-def state_of(module: dspy.Module) -> State:
+def module_state(module: dspy.Module) -> State:
     """Return a candidate as JSON: the state that a saved program is loaded from, but for LMs."""
     parts = ("demos", "signature", "fields")
     state = {

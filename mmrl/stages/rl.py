@@ -1,4 +1,4 @@
-"""The weight stage: sample -> credit -> update -> sync, on one screen.
+"""The stage of reinforcement learning: sample -> credit -> update -> sync, on one screen.
 
 TRL's trainer runs the updates and calls back: `next_batch` samples and credits a step, `on_step_end` writes its record.
 """
@@ -16,7 +16,7 @@ from mmrl.engines.base import Engine, total_usage
 from mmrl.models.assignment import ModuleAssignment
 from mmrl.records import Forest
 from mmrl.report.stats import modules_in
-from mmrl.stages.collect import Collector, train_calls
+from mmrl.stages.collect import RolloutSampler, train_calls
 from mmrl.stages.evaluate import Evaluations
 from mmrl.stages.step_metrics import credit_metrics, forest_metrics, never_metrics
 from mmrl.store.journal import JournalWriter, decode_step, encode_step
@@ -31,8 +31,8 @@ AHEAD = "sampled_ahead"
 
 
 @dataclass(kw_only=True)
-class WeightStage(Collector):
-    """Training of a policy's weights."""
+class RlStage(RolloutSampler):
+    """Training of a policy's weights by reinforcement learning."""
 
     engines: Sequence[Engine]
     """The one that samples first, then those of teachers."""
@@ -70,7 +70,7 @@ class WeightStage(Collector):
         return {**self.assignment.record(), AHEAD: [encode_step(forest, ()) for forest in forests]}
 
     def next_batch(self, step: int) -> StepBatch:
-        """Sample and credit step number `step` (from 1); raises as `Collector.collect`."""
+        """Sample and credit step number `step` (from 1); raises as `RolloutSampler.collect`."""
         self.log.begin()
         count = self.config.algo.minibatches
         with self.log.sampling():
@@ -97,7 +97,12 @@ class WeightStage(Collector):
         metrics = self.log.record(update) | dict(self.engines[0].metrics())
         if evaluated := self.evaluations.due(step):
             metrics |= self.evaluations.metrics(step)
-        self.log.write(step, metrics | self._endpoint_metrics())  # with what the evaluation has cost
+        # Requests to endpoints so far and their cost, the evaluation's too. A collective, so every process comes here,
+        # also those that make no request.
+        costs: dict[str, float] = {}
+        for usage in self.log.processes.gather(total_usage([*self.engines, self.task])):
+            costs |= {name: costs.get(name, 0.0) + count for name, count in usage.items()}
+        self.log.write(step, metrics | costs)
         if evaluated and step < self.config.train.steps:
             self.log.draw_page()
 
@@ -116,14 +121,6 @@ class WeightStage(Collector):
         with self.log.timed("sync"):
             # Sharded weights are gathered, which takes all processes; so does the push to servers that they share.
             engine.set_version(version, self.trainer.whole_state())
-
-    def _endpoint_metrics(self) -> dict[str, float]:
-        """Return requests to endpoints so far and their cost, by all processes and engines together."""
-        totals: dict[str, float] = {}
-        # A collective, so every process comes here, also those that make no request.
-        for usage in self.log.processes.gather(total_usage([*self.engines, self.task])):
-            totals |= {name: totals.get(name, 0.0) + count for name, count in usage.items()}
-        return totals
 
     def describe(self) -> dict[str, str]:
         """Return facts for the summary."""
