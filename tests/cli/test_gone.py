@@ -1,9 +1,13 @@
 """Words that are gone are refused with what replaces them."""
 
+from pathlib import Path
+
 import pytest
 
 from mmrl.cli import main
 from mmrl.cli.gone import GONE
+from mmrl.store.policy import write_policy
+from mmrl.store.rundir import RunDir
 
 
 @pytest.mark.parametrize(("command", "key"), [pair for pair in GONE if pair[1]])
@@ -60,3 +64,14 @@ def test_a_word_of_a_set_that_is_gone_is_refused_likewise(word, tmp_path, capsys
 def test_steps_of_a_command_that_makes_one_run_are_refused_with_the_command_that_runs_them(command, capsys):
     assert main([command, "algo=miprov2+mmgrpo"]) == 2
     assert "mmrl compare algo=miprov2+mmgrpo runs one after the other" in capsys.readouterr().err
+
+
+def test_the_folder_that_stages_made_is_refused_with_the_run_of_its_last_step(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    RunDir.create("chain/2_mmgrpo", {"task": {"name": "banking77"}}, ["mmrl"]).close()
+    Path("chain/set.yaml").write_text("shows: sft+mmgrpo\n")
+    write_policy(Path("chain"), weights="chain/2_mmgrpo", prompts=None, task="banking77")
+    for words in (["show", "chain"], ["train", "resume=chain"], ["train", "from=chain"], ["eval", "policy=chain"]):
+        assert main(words) in (1, 2)
+        error = capsys.readouterr().err
+        assert "chain: was made by stages= of an earlier version" in error and "2_mmgrpo" in error, words
