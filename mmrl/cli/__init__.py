@@ -18,7 +18,7 @@ import typer
 
 from mmrl.cli import gone
 from mmrl.cli.commands import WORKER, app
-from mmrl.errors import ENDED, MmrlError, Stopped, print_error, refuse, storage, with_notes
+from mmrl.errors import ENDED, ConfigError, MmrlError, Stopped, print_error, refuse, storage, with_notes
 from mmrl.secrets import HidingStream, add_environment, holder, looks_like_a_key
 from mmrl.system.conf import GROUPS, options
 from mmrl.system.stop import quiet_loops
@@ -62,6 +62,8 @@ def _main(argv: Sequence[str] | None, dispatch: Callable[[Sequence[str]], int]) 
             refuse_words(words)
             return dispatch(words)
     except MmrlError as error:
+        if isinstance(error, ConfigError):
+            error.problems = list(map(gone.explained, error.problems))
         print_error(error)
         return error.exit_code
     # Typer's own report is a box over several lines, which no script can read; its sentence is what is needed.

@@ -40,8 +40,8 @@ app = typer.Typer(
 def _version(wanted: bool) -> None:
     if wanted:
         from mmrl import __version__
+        from mmrl.commands.version import versions_and_devices
         from mmrl.report.text import align
-        from mmrl.store.machine import versions_and_devices
 
         print(f"mmrl {__version__}\n{align(versions_and_devices())}")
         raise typer.Exit

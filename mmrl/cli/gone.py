@@ -1,12 +1,13 @@
-"""Words of a command line that earlier versions had, and what replaces them; deleted at the first release."""
+"""Words that earlier versions had, and what replaces them; deleted at the first release."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 CHAIN = (
     "a run has one algorithm; prompts, then weights: mmrl compare algo=miprov2+mmgrpo (any algorithms, joined by +), "
-    "in Python algo=['miprov2', 'mmgrpo']"
+    "in Python algo=['miprov2', 'mmgrpo'], in a set from: ROW"
 )
 STEP = "a key of one step of mmrl compare algo=A+B is A.KEY=VALUE: miprov2.algo.auto=light"
 STEPS = "rollouts of several servers are measured, not foretold: train a few steps and read its `time/` metrics"
@@ -39,3 +40,15 @@ def problems(words: Sequence[str]) -> list[str]:
         forms = dict.fromkeys([key, key.partition(".")[0], *(f"{key}={one}" for one in value.strip("[]").split(","))])
         found += [f"{form}: is gone; {says}" for form in forms if form and (says := GONE.get((command, form)))]
     return found
+
+
+def explained(problem: str) -> str:
+    """Return a problem of a key or choice in a file (`experiment=`, a set, a run's config), with what replaces it."""
+    for (command, key), says in GONE.items():
+        group, _, choice = key.partition("=")
+        unknown = rf"(?<![\w.]){re.escape(key)}: unknown key.*"
+        if choice:
+            unknown = rf"{group}: got '{choice}', .*|In '.*{group}/{choice}'"
+        if command == "train" and (match := re.search(unknown, problem)):
+            return f"{problem[: match.start()]}{key}: is gone; {says}"
+    return problem

@@ -184,6 +184,11 @@ def _left_out(override: Override, value: str | None, line: CommandLine, problems
     if choice in choices:
         return False
     missing = f"{key}: got '{choice}', and there is none; conf/{key}/{choice}.yaml in the current folder would be it"
+    if key == "algo" and set(choice.split("+")) <= {*choices}:
+        missing = (
+            f"algo: got '{choice}', and a run has one algorithm; mmrl compare algo={choice} runs one after the other"
+        )
+        choices = []
     problems.append(unknown(key, choice, choices) if choices else missing)
     return True
 

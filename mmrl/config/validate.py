@@ -77,6 +77,8 @@ def validate_stored(schema: type[ConfigT], stored: Mapping[str, object]) -> Conf
         ConfigError: as `validate`; an environment variable that is not set.
     """
     raw = {key: as_tuples(value) for key, value in revealed(stored).items()}
+    if isinstance(engine := raw.get("engine"), dict) and engine.get("push") == "disk":
+        del engine["push"]  # the only way now, which earlier versions wrote down; deleted with `mmrl.cli.gone`
     return validate(schema, raw, stored=True)
 
 

@@ -19,7 +19,10 @@ from mmrl.system.conf import conf_dir, later_wins, options, user_dirs
 from mmrl.system.files import read_yaml
 
 SpecT = TypeVar("SpecT", bound=SetSpec)
-OF_PAPERS = ("source", "scores", "claims", "figure", "paper", "mini", "real")
+OF_PAPERS = (
+    *("source", "scores", "counts", "order", "means", "agree", "claims", "figure", "case", "paper", "mini", "real"),
+    *("eval", "items", "policy", "checkpoint", "values", "std"),
+)
 """Keys that tables of papers have besides (scripts/papers)."""
 SHARED = ("task.name", "eval", "seed", "run.dir", "plugins")
 """Sections and keys that are the same for all steps of `algo=A+B`, whose scores are compared; but `eval.every`."""
@@ -46,9 +49,14 @@ def read_set(schema: type[SpecT], name: str, folders: Sequence[Path], config_dir
     try:
         spec = schema.model_validate(as_tuples(content))
     except ValidationError as error:
-        problems = explain(schema, error)
-        if any(problem.startswith(tuple(f"{key}: unknown" for key in OF_PAPERS)) for problem in problems):
-            problems.append("tables with values of a paper, scores or scales are run by: python -m scripts.papers NAME")
+        problems: list[str] = []
+        of_papers: list[str] = []
+        for problem in explain(schema, error):
+            key, unknown_key, _ = problem.partition(": unknown key")
+            theirs = unknown_key and key.rpartition(".")[2] in OF_PAPERS
+            (of_papers if theirs else problems).append(key if theirs else problem)
+        if of_papers:
+            problems.append(f"{', '.join(of_papers)}: for tables of papers, which python -m scripts.papers NAME runs")
         raise ConfigError(f"{path}: {problem}" for problem in problems) from None
     declared = options("algo", config_dir)
     layers = (("algos", spec.algos), ("base.algos", spec.base.algos))

@@ -18,7 +18,8 @@ from pydantic import AfterValidator, BaseModel, ValidationError
 from mmrl.config.base import FETCHED, SHIPPED, reasons, value_at
 from mmrl.config.prompts import PROMPT_SCHEMAS
 from mmrl.config.validate import revealed
-from mmrl.errors import ConfigError, refuse
+from mmrl.errors import CheckpointError, ConfigError, refuse
+from mmrl.store.rundir import CHAIN, RunDir
 from mmrl.system.files import atomic_write, differences, file_digest, map_threaded, read_yaml, similar, user_path
 
 POLICY = "policy.json"
@@ -317,6 +318,11 @@ def resolve(text: str, prompts: str | None = None) -> Policy:
     if not folder.is_dir():
         expected = "expected a run, checkpoint, adapter, model folder or hub id"
         raise ConfigError(f"policy: got '{text}', {expected}{similar(folder)}{from_index(text)}")
+    if (folder / CHAIN).is_file():
+        try:
+            RunDir.read(folder)
+        except CheckpointError as error:
+            raise ConfigError(f"policy: {error}") from None
     if (folder / POLICY).is_file():
         # A run of prompts has the weights that it started with.
         return replace(resolve(_weights_of(folder)), prompts=prompts or prompts_of(text)[1])

@@ -1,9 +1,13 @@
 """Words that are gone are refused with what replaces them."""
 
+from pathlib import Path
+
 import pytest
 
 from mmrl.cli import main
 from mmrl.cli.gone import GONE
+from mmrl.store.policy import write_policy
+from mmrl.store.rundir import RunDir
 
 
 @pytest.mark.parametrize(("command", "key"), [pair for pair in GONE if pair[1]])
@@ -29,3 +33,45 @@ def test_a_command_that_is_gone_is_refused_with_what_replaces_it(command, capsys
 def test_a_key_below_one_that_is_gone_and_a_value_in_a_list_are_refused(words, key, capsys):
     assert main(words) == 2
     assert f"{key}: is gone; {GONE[words[0], key]}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "key"),
+    [
+        ("stages: [miprov2, mmgrpo]", "stages"),
+        ("stage: {miprov2: {algo: {auto: light}}}", "stage"),
+        ("defaults: [override /algo: better_together]", "algo=better_together"),
+        ("defaults: [override /engine: vllm_server]\nengine: {push: disk}", "engine.push"),
+    ],
+)
+def test_a_key_or_choice_of_a_config_file_that_is_gone_is_refused_likewise(content, key, tmp_path, capsys):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "old.yaml").write_text(f"# @package _global_\n{content}\n")
+    assert main(["train", "--config-dir", str(tmp_path), "experiment=old"]) == 2
+    assert capsys.readouterr().err == f"error: {key}: is gone; {GONE['train', key]}\n"
+
+
+@pytest.mark.parametrize("word", ["stages=[miprov2,mmgrpo]", "algo=better_together"])
+def test_a_word_of_a_set_that_is_gone_is_refused_likewise(word, tmp_path, capsys):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "old.yaml").write_text(f"shows: x\nrows: {{a: {{train: ['{word}']}}}}\n")
+    assert main(["compare", "--config-dir", str(tmp_path), "set=old"]) == 2
+    key = word.partition("=")[0] if "[" in word else word
+    assert capsys.readouterr().err == f"error: a: {key}: is gone; {GONE['train', key]}\n"
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "doctor"])
+def test_steps_of_a_command_that_makes_one_run_are_refused_with_the_command_that_runs_them(command, capsys):
+    assert main([command, "algo=miprov2+mmgrpo"]) == 2
+    assert "mmrl compare algo=miprov2+mmgrpo runs one after the other" in capsys.readouterr().err
+
+
+def test_the_folder_that_stages_made_is_refused_with_the_run_of_its_last_step(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    RunDir.create("chain/2_mmgrpo", {"task": {"name": "banking77"}}, ["mmrl"]).close()
+    Path("chain/set.yaml").write_text("shows: sft+mmgrpo\n")
+    write_policy(Path("chain"), weights="chain/2_mmgrpo", prompts=None, task="banking77")
+    for words in (["show", "chain"], ["train", "resume=chain"], ["train", "from=chain"], ["eval", "policy=chain"]):
+        assert main(words) in (1, 2)
+        error = capsys.readouterr().err
+        assert "chain: was made by stages= of an earlier version" in error and "2_mmgrpo" in error, words

@@ -60,7 +60,10 @@ def test_the_shipped_sets_run_every_task_of_the_mini_world_and_every_algorithm()
         ("shows: x\nrows: {a: {from: b}, b: {from: a}}", "rows.a.from: a starts from b starts from a"),
         ("shows: x\nrows: {a: {from: c}}", "rows.a.from: got 'c'"),
         ("shows: x\nrows: {a: {train: [algo]}}", "rows.a.train: got algo, expected KEY=VALUE"),
-        ("shows: x\nrows: {a: {}}\nscores: {EM: em}", "a paper, scores or scales are run by: python -m scripts.papers"),
+        (
+            "shows: x\nrows: {a: {}}\nscores: {EM: em}",
+            "scores: for tables of papers, which python -m scripts.papers NAME runs",
+        ),
     ],
 )
 def test_a_malformed_set_is_refused_with_its_name(text, says, tmp_path):

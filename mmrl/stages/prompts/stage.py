@@ -8,12 +8,11 @@ Writes below the run directory:
     prompts/trials.jsonl         every trial: its candidate, its score, the best so far
     prompts/proposals.jsonl      every instruction that the prompt model proposed, and why one was not used
     prompts/memo.jsonl           every reply of a model, from which a killed search goes on
-    prompts/optimiser.log        what DSPy logs
+    prompts/optimiser.log        what DSPy logs and prints
 """
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,6 +28,7 @@ from mmrl.engines.base import total_usage
 from mmrl.report.trials import FOLDER, MEMO, PROPOSALS, TRIALS, nothing_went_well
 from mmrl.stages import Stage
 from mmrl.stages.evaluate import Evaluations
+from mmrl.stages.prompts.log import logged_to
 from mmrl.stages.prompts.loop import Loop
 from mmrl.stages.prompts.model import COSTS, WRITING_COSTS, Writer
 from mmrl.stages.prompts.optimisers import SearchSetup, optimise, optimising, score
@@ -157,7 +157,7 @@ class PromptStage(Stage[PromptRunConfig]):
 
         try:
             # Bootstrapping has one rollout after the other, whose prompts share most of what they have.
-            with _logged_to(folder / "optimiser.log"), self._remembering(memo), self.engine.prefix_cache_kept():
+            with logged_to(folder / "optimiser.log"), self._remembering(memo), self.engine.prefix_cache_kept():
                 program, before, best = loop.run(searched)
         finally:
             if writer is not None:
@@ -266,18 +266,6 @@ class PromptStage(Stage[PromptRunConfig]):
         since = {name: count - self._until_now.get(name, 0.0) for name, count in now.items()}
         self._until_now = now
         return since
-
-
-@contextmanager
-def _logged_to(path: Path) -> Iterator[None]:
-    """Write what DSPy logs to a file inside, and not to the screen."""
-    logger = logging.getLogger("dspy")
-    handlers, logger.handlers = logger.handlers, [logging.FileHandler(path, encoding="utf-8")]
-    try:
-        yield
-    finally:
-        logger.handlers[0].close()
-        logger.handlers = handlers
 
 
 def _example(batch: Sequence[Played]) -> JsonObject:
