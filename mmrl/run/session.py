@@ -37,7 +37,6 @@ from mmrl.run.ray_launch import start_on_ray
 from mmrl.run.settle import import_plugins, refuse_edits, run_folder, settle, stored_config
 from mmrl.run.start import config_of_resumed, keep_start, started
 from mmrl.stages import Stage
-from mmrl.store.forest import check_forest
 from mmrl.store.journal import read_step
 from mmrl.store.policy import every_checkpoint
 from mmrl.store.rundir import RunDir
@@ -250,11 +249,8 @@ def _require_whole(config: WeightsConfig, rundir: RunDir, checkpoint: Path) -> N
         for step in range(1, done + 1):
             if lines[step] != 1:
                 raise CheckpointError(f"{rundir.metrics_path}: has {lines[step]} lines of step {step}, expected 1")
-            if config.kind.credit:
-                forest = read_step(rundir, step)[0]
-                check_forest(forest, str(rundir.journal_path(step)))
-                if forest.step != step:
-                    raise CheckpointError(f"{rundir.journal_path(step)}: is of another step")
+            if config.kind.credit and read_step(rundir, step)[0].step != step:
+                raise CheckpointError(f"{rundir.journal_path(step)}: is of another step")
             # Those before training and after the last step are read again, and completed, by the stage.
             if step < config.train.steps and f"eval/{split}/reward" in history[step]:
                 results, items = rundir.eval_path(step, split), history[step][f"eval/{split}/n"]
