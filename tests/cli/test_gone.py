@@ -86,5 +86,5 @@ def test_a_run_that_stored_the_only_way_that_is_left_goes_on():
     stored["engine"]["push"] = "disk"
     assert validate_stored(TrainCommandConfig, stored) == config
     stored["engine"]["push"] = "nccl"
-    with pytest.raises(ConfigError, match="engine.push"):
+    with pytest.raises(ConfigError, match=r"engine\.push"):
         validate_stored(TrainCommandConfig, stored)
