@@ -38,7 +38,6 @@ from mmrl.run.ray_launch import start_on_ray
 from mmrl.run.settle import Settled, import_plugins, refuse_edits, settle, stored_config
 from mmrl.run.start import config_of_resumed, keep_start, started
 from mmrl.stages import Stage
-from mmrl.store.forest import check_forest
 from mmrl.store.journal import read_step
 from mmrl.store.policy import every_checkpoint
 from mmrl.store.rundir import RunDir
@@ -242,11 +241,8 @@ def _require_whole(config: WeightRunConfig, rundir: RunDir, checkpoint: Path) ->
         for step in range(1, done + 1):
             if lines[step] != 1:
                 raise CheckpointError(f"{rundir.metrics_path}: has {lines[step]} lines of step {step}, expected 1")
-            if isinstance(config, RlRunConfig):
-                forest = read_step(rundir, step)[0]
-                check_forest(forest, str(rundir.journal_path(step)))
-                if forest.step != step:
-                    raise CheckpointError(f"{rundir.journal_path(step)}: is of another step")
+            if isinstance(config, RlRunConfig) and read_step(rundir, step)[0].step != step:
+                raise CheckpointError(f"{rundir.journal_path(step)}: is of another step")
             # Those before training and after the last step are read again, and completed, by the stage.
             if step < config.train.steps and f"eval/{split}/reward" in history[step]:
                 results, items = rundir.eval_path(step, split), history[step][f"eval/{split}/n"]

@@ -18,8 +18,7 @@ from pydantic import AfterValidator, BaseModel, ValidationError
 from mmrl.config.base import FETCHED, SHIPPED, reasons, value_at
 from mmrl.config.prompts import PROMPT_SCHEMAS
 from mmrl.config.validate import revealed
-from mmrl.errors import CheckpointError, ConfigError, refuse
-from mmrl.store.rundir import CHAIN, RunDir
+from mmrl.errors import ConfigError, refuse
 from mmrl.system.files import atomic_write, differences, file_digest, map_threaded, read_yaml, similar, user_path
 
 POLICY = "policy.json"
@@ -47,6 +46,14 @@ def gone_problems(key: str, model: str) -> list[str]:
     if model not in FETCHED or user_path(model).is_dir():
         return []
     return [f"{key}: got '{model}', which was a model of mmrl fetch, expected a folder or hub id{from_index(model)}"]
+
+
+def chain_problem(folder: Path) -> str:
+    """Return why a folder of `stages=` is no run or policy, empty for any other; deleted with `mmrl.cli.gone`."""
+    if not (folder / "set.yaml").is_file():
+        return ""
+    last = max(folder.glob("*/config.yaml"), key=lambda file: file.stat().st_mtime, default=folder).parent
+    return f"was made by stages= of an earlier version, whose steps are runs of their own now; the last is {last}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,11 +325,8 @@ def resolve(text: str, prompts: str | None = None) -> Policy:
     if not folder.is_dir():
         expected = "expected a run, checkpoint, adapter, model folder or hub id"
         raise ConfigError(f"policy: got '{text}', {expected}{similar(folder)}{from_index(text)}")
-    if (folder / CHAIN).is_file():
-        try:
-            RunDir.read(folder)
-        except CheckpointError as error:
-            raise ConfigError(f"policy: {error}") from None
+    if problem := chain_problem(folder):
+        raise ConfigError(f"policy: {folder}: {problem}")
     if (folder / POLICY).is_file():
         # A run of prompts has the weights that it started with.
         return replace(resolve(_weights_of(folder)), prompts=prompts or prompts_of(text)[1])

@@ -28,6 +28,7 @@ import yaml
 from mmrl.errors import CheckpointError, ConfigError, DataError, storage_error
 from mmrl.records import Example
 from mmrl.store.machine import describe_environment
+from mmrl.store.policy import chain_problem
 from mmrl.system.files import (
     JsonObject,
     append_jsonl,
@@ -47,8 +48,6 @@ LOCK, SEGMENTS, EXAMPLES = "run.lock", "segments.jsonl", "examples.jsonl"
 LONGEST_TEXT = 600
 """Characters that are kept of a text of an example."""
 FOLDERS = ("journal", "eval", "checkpoints")
-CHAIN = "set.yaml"
-"""File of a folder that `stages=` of an earlier version made."""
 _STEP = re.compile(r"step-(\d+)")
 
 
@@ -162,11 +161,8 @@ class RunDir:
             below = [folder for depth in ("*", "*/*", "*/*/*") for folder in path.glob(depth) if is_run(folder)]
             newest = max(below, key=lambda run: (run / "config.yaml").stat().st_mtime, default=None)
             hint = f"; the newest run below it is {newest}" if newest else ""
-            # Deleted with `mmrl.cli.gone`.
-            kind = "not a run directory, which has config.yaml and journal/"
-            if (path / CHAIN).is_file():
-                kind = "was made by stages= of an earlier version, whose steps are runs of their own now"
-            raise CheckpointError(f"{path}: {kind}{hint}")
+            problem = chain_problem(path) or f"not a run directory, which has config.yaml and journal/{hint}"
+            raise CheckpointError(f"{path}: {problem}")
         return cls(path)
 
     # --- its examples

@@ -64,7 +64,7 @@ class Memo:
             self._asking[key] = asyncio.Event()
             try:
                 asked_now = await ask(number)
-                append_jsonl(self._path, [{"key": key, "reply": asked_now}])
+                append_jsonl(self._path, [{"key": key, "reply": asked_now, "digest": _digest(key, plain(asked_now))}])
                 self._replies[key] = dumps(asked_now)
             finally:
                 self._asking.pop(key).set()
@@ -87,6 +87,11 @@ def read_replies(path: Path) -> dict[str, JsonObject]:
     except DataError as error:
         raise CheckpointError(f"{error}; {way_out}") from None
     for number, line in enumerate(lines, start=1):
-        if not (isinstance(line.get("key"), str) and isinstance(line.get("reply"), dict)):
-            raise CheckpointError(f"{path}:{number}: damaged, expected a key and a reply; {way_out}")
+        if not line.keys() >= {"key", "reply"} or line.get("digest") != _digest(line["key"], line["reply"]):
+            raise CheckpointError(f"{path}:{number}: damaged, expected a key and a reply with their digest; {way_out}")
     return {line["key"]: line["reply"] for line in lines}
+
+
+def _digest(key: str, reply: JsonObject) -> str:
+    """Return what tells a line that was changed, whose reply would make another search of it."""
+    return f"{rng.digest(key, json.dumps(reply, sort_keys=True)):032x}"

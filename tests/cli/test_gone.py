@@ -5,7 +5,10 @@ from pathlib import Path
 import pytest
 
 from mmrl.cli import main
+from mmrl.cli.configs import configured
 from mmrl.cli.gone import GONE
+from mmrl.config import TrainCommandConfig, validate_stored
+from mmrl.errors import ConfigError
 from mmrl.store.policy import write_policy
 from mmrl.store.rundir import RunDir
 
@@ -75,3 +78,13 @@ def test_the_folder_that_stages_made_is_refused_with_the_run_of_its_last_step(tm
         assert main(words) in (1, 2)
         error = capsys.readouterr().err
         assert "chain: was made by stages= of an earlier version" in error and "2_mmgrpo" in error, words
+
+
+def test_a_run_that_stored_the_only_way_that_is_left_goes_on():
+    config = configured(["engine=vllm_server"])
+    stored = config.model_dump(mode="json")
+    stored["engine"]["push"] = "disk"
+    assert validate_stored(TrainCommandConfig, stored) == config
+    stored["engine"]["push"] = "nccl"
+    with pytest.raises(ConfigError, match=r"engine\.push"):
+        validate_stored(TrainCommandConfig, stored)

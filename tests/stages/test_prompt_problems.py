@@ -350,7 +350,7 @@ def test_two_examples_with_the_same_inputs_differ_by_their_labels(tmp_path, task
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("memo.jsonl", "/prompts/memo.jsonl:1: damaged, expected a key and a reply; restore "),
+        ("memo.jsonl", "/prompts/memo.jsonl:1: damaged, expected a key and a reply with their digest; restore "),
         ("rollouts.jsonl", ": an earlier version of mmrl began this search, and what it stored is not read any more"),
     ],
 )

@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import json
 
 import pytest
 
@@ -65,7 +64,10 @@ def test_a_torn_last_line_is_dropped_and_another_damaged_one_named(tmp_path):
     path.write_bytes(whole[:-5])
     assert replies(path, 2)[1] == [2]
     assert path.read_bytes() == whole
-    for damaged in ('{"key": "x"}\n', '{"key\n', '{"key": 1, "reply": {}}\n'):
-        path.write_text(damaged + json.dumps({"key": "y-1", "reply": {}}) + "\n")
+    first, second = whole.decode().splitlines(keepends=True)
+    changed = first.replace("reply 1", "reply 3")
+    for damaged in ('{"key": "x"}\n', '{"key\n', '{"key": 1, "reply": {}}\n', changed, first.replace('-1"', '-3"')):
+        assert damaged != first
+        path.write_text(damaged + second)
         with pytest.raises(CheckpointError, match=rf"memo\.jsonl:1: .*; restore {tmp_path} from a copy, or delete it"):
             Memo(path)
