@@ -132,7 +132,7 @@ def test_the_directory_of_a_training_run_has_references_and_a_resume_has_the_val
     monkeypatch.setenv("PROMPTS", str(tmp_path / "prompts-of-mine.yaml"))  # a folder of this machine is no secret
     assert main(["train", *words]) == 0
     assert main(["train", "resume=run"]) == 0
-    assert [config.run.name for config in seen] == [f"n {KEY}"] * 2
+    assert [settled.config.run.name for settled in seen] == [f"n {KEY}"] * 2
     config = RunDir.read("run").config
     assert config["run"]["name"] == "n ${oc.env:MINE}" and config["task"]["prompts"].endswith("prompts-of-mine.yaml")
     monkeypatch.delenv("MINE")

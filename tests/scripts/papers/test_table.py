@@ -53,7 +53,7 @@ def calls(calls, tmp_path, monkeypatch):
         (tmp_path / "conf" / folder).mkdir(parents=True, exist_ok=True)
         (tmp_path / "conf" / folder / "own.yaml").write_text(text)
     # What a run would be refused for is another test's matter, and takes the seconds in which torch loads.
-    monkeypatch.setattr("mmrl.sets.command.check_all", lambda configs, keys: None)
+    monkeypatch.setattr("mmrl.sets.command.check_all", lambda configs: None)
     monkeypatch.setattr("scripts.papers.cost.device_hours", lambda run, items: (2.5, 8))
     monkeypatch.setattr("mmrl.cli.configs.set_config", lambda c, words, folder: composed(c, tuple(words), folder))
     return calls
