@@ -37,6 +37,7 @@ from mmrl.stages.prompts.split import split
 from mmrl.stages.prompts.students import State, digest_of, module_state
 from mmrl.stages.step_metrics import failed_share
 from mmrl.store.policy import write_policy
+from mmrl.store.rundir import RunDir
 from mmrl.system.files import JsonObject, append_jsonl, atomic_write, dumps
 from mmrl.system.memo import Memo
 from mmrl.tasks.base import Task
@@ -83,6 +84,11 @@ class PromptStage(Stage[PromptRunConfig]):
     _until_now: Mapping[str, float] = field(init=False, default_factory=dict)
     """Counters up to which `_since` has reported."""
 
+    @property
+    def rundir(self) -> RunDir:
+        """The run's."""
+        return self.log.rundir
+
     def sync(self, version: int) -> None:
         """Do nothing: the weights stay."""
 
@@ -94,7 +100,7 @@ class PromptStage(Stage[PromptRunConfig]):
         if result.improved:
             self.task = self.task_with(str(result.prompts))
         prompts = str(result.prompts) if result.improved else self.config.task.prompts
-        write_policy(self.log.rundir.path, weights=self.config.model.path, prompts=prompts, task=self.task.name)
+        write_policy(self.rundir.path, weights=self.config.model.path, prompts=prompts, task=self.task.name)
 
     def describe(self) -> dict[str, str]:
         """Return facts for the summary, after `improve`."""
@@ -127,12 +133,12 @@ class PromptStage(Stage[PromptRunConfig]):
             EngineFailure: the prompt model's endpoint gave no completion.
             CheckpointError: the memo is damaged.
         """
-        folder, algo = self.log.rundir.path / FOLDER, self.config.algo
+        folder, algo = self.rundir.path / FOLDER, self.config.algo
         memo, loop = Memo(folder / MEMO), Loop()
         # Made again, in seconds, with the replies of the memo; trials that have a record get no second one.
         for name in (TRIALS, PROPOSALS):
             (folder / name).unlink(missing_ok=True)
-        self._logged = {int(record["step"]) for record in self.log.rundir.history()}
+        self._logged = {int(record["step"]) for record in self.rundir.history()}
         self.log.begin()
         self._rollouts = rollouts = Rollouts(self, memo, loop, self.paid)
         self._since()
@@ -167,7 +173,7 @@ class PromptStage(Stage[PromptRunConfig]):
         selected = program if improved else start
         validation = len(self.validation)
         self._note_prompts("result", selected, improved=improved, validation=validation, start=before, best=best)
-        path = (self.log.rundir.path / "prompts").with_suffix(rollouts.student.suffix)
+        path = (self.rundir.path / "prompts").with_suffix(rollouts.student.suffix)
         rollouts.student.save(selected, path)
         return PromptResult(path, improved, before, max(before, best))
 
@@ -192,7 +198,7 @@ class PromptStage(Stage[PromptRunConfig]):
     def _note_prompts(self, name: str, module: dspy.Module, **facts: object) -> None:
         """Write prompts for people, with facts about them."""
         text = dumps({**facts, "modules": readable_prompts(module_state(module))}, indent=1)
-        atomic_write(self.log.rundir.path / FOLDER / f"{name}.json", text + "\n")
+        atomic_write(self.rundir.path / FOLDER / f"{name}.json", text + "\n")
 
     def _reward(self, candidate: dspy.Module, validation: Sequence[TrainExample]) -> float:
         """Return the reward of a candidate; nearly every one has had its trial on all validation examples."""
@@ -206,7 +212,7 @@ class PromptStage(Stage[PromptRunConfig]):
         # What failed by an error that ends the search is no proposal.
         if self._rollouts.loop.failure is None:
             line = {"module": module, "instructions": proposal, "usable": not problem, "problem": problem}
-            append_jsonl(self.log.rundir.path / FOLDER / PROPOSALS, [line])
+            append_jsonl(self.rundir.path / FOLDER / PROPOSALS, [line])
 
     def _trial(self, batch: Sequence[Played]) -> None:
         """Record an evaluation of DSPy's as a trial."""
@@ -240,7 +246,7 @@ class PromptStage(Stage[PromptRunConfig]):
         if len(failures) == len(batch):
             self.unusable += 1
             trial["unusable"] = _example(batch)
-        append_jsonl(self.log.rundir.path / FOLDER / TRIALS, [trial])
+        append_jsonl(self.rundir.path / FOLDER / TRIALS, [trial])
         metrics = {
             "prompts/score": reward,
             "prompts/items": float(len(batch)),
