@@ -7,7 +7,7 @@ import pytest
 from mmrl.cli import main
 from mmrl.cli.configs import configured
 from mmrl.cli.gone import GONE
-from mmrl.config import TrainCommandConfig, validate_stored
+from mmrl.config import RlRunConfig, validate_stored
 from mmrl.errors import ConfigError
 from mmrl.store.policy import write_policy
 from mmrl.store.rundir import RunDir
@@ -84,7 +84,7 @@ def test_a_run_that_stored_the_only_way_that_is_left_goes_on():
     config = configured(["engine=vllm_server"])
     stored = config.model_dump(mode="json")
     stored["engine"]["push"] = "disk"
-    assert validate_stored(TrainCommandConfig, stored) == config
+    assert validate_stored(RlRunConfig, stored) == config
     stored["engine"]["push"] = "nccl"
     with pytest.raises(ConfigError, match=r"engine\.push"):
-        validate_stored(TrainCommandConfig, stored)
+        validate_stored(RlRunConfig, stored)

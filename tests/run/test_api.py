@@ -21,7 +21,7 @@ from mmrl.cli import main
 from mmrl.cli.configs import configured
 from mmrl.errors import ConfigError, MmrlError
 from mmrl.store.rundir import RunDir
-from mmrl.system.files import digests
+from mmrl.system.files import file_digest
 from tests.helpers import TOP
 from tests.helpers.runs import numbers
 
@@ -114,7 +114,7 @@ def test_its_run_is_the_command_s(made: mmrl.Run, tmp_path: Path) -> None:
     """Weights, numbers and stored settings to the bit; only what was typed differs."""
     assert main(["train", *WORDS, f"run.dir={tmp_path / 'run'}"]) == 0
     here, there = RunDir.read(made.path), RunDir.read(tmp_path / "run")
-    weights = [digests([run.path / "checkpoints/checkpoint-2/model.safetensors"]) for run in (here, there)]
+    weights = [file_digest(run.path / "checkpoints/checkpoint-2/model.safetensors") for run in (here, there)]
     assert weights[0] == weights[1] and numbers(made.path) == numbers(there.path)
     assert {**here.config, "run": None} == {**there.config, "run": None}
     assert here.finished and here.environment["command"][:3] == ["mmrl", "train", "algo=mhgpo_rr"]
