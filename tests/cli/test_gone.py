@@ -84,7 +84,7 @@ def test_a_run_that_stored_the_only_way_that_is_left_goes_on():
     config = configured(["engine=vllm_server"])
     stored = config.model_dump(mode="json")
     stored["engine"]["push"] = "disk"
-    assert validate_stored(RlRunConfig, stored) == config
+    assert validate_stored(RlRunConfig, stored).model_dump() == config.model_dump()
     stored["engine"]["push"] = "nccl"
     with pytest.raises(ConfigError, match=r"engine\.push"):
         validate_stored(RlRunConfig, stored)
