@@ -29,6 +29,10 @@ def register(name: str, value: object) -> str:
     return f"{__name__}:{name}"
 
 
+put = register
+"""The earlier name, under which scripts outside of mmrl import it; deleted at the first release."""
+
+
 def is_registered(path: str) -> bool:
     """True for the name of an object which was put here, perhaps by another process."""
     return path.startswith(f"{__name__}:")

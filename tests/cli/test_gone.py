@@ -9,8 +9,11 @@ from mmrl.cli.configs import configured
 from mmrl.cli.gone import GONE
 from mmrl.config import RlRunConfig, validate_stored
 from mmrl.errors import ConfigError
+from mmrl.models import replies
+from mmrl.serve import tools
 from mmrl.store.policy import write_policy
 from mmrl.store.rundir import RunDir
+from mmrl.system import objects
 
 
 @pytest.mark.parametrize(("command", "key"), [pair for pair in GONE if pair[1]])
@@ -88,3 +91,8 @@ def test_a_run_that_stored_the_only_way_that_is_left_goes_on():
     stored["engine"]["push"] = "nccl"
     with pytest.raises(ConfigError, match=r"engine\.push"):
         validate_stored(RlRunConfig, stored)
+
+
+def test_names_that_scripts_of_others_import_are_there():
+    assert (tools.callable_tools, tools.read_message) == (replies.callable_tools, replies.message_of)
+    assert objects.put is objects.register
