@@ -103,7 +103,18 @@ def compare(request: SetRequest, compose: Compose) -> int:
         raise ConfigError("algo: missing, expected algorithms (algo=a,b), a set (set=NAME) or run directories")
     name = keys.name or keys.set or "default"
     planner = Planner(spec, compose, typed, typed, config_dir=request.config_dir)
-    return run_set(request, name, planner, seeds, TOP / name)
+    try:
+        return run_set(request, name, planner, seeds, TOP / name)
+    except ConfigError as error:
+        raise ConfigError(_by_step(problem, request.overrides) for problem in error.problems) from None
+
+
+def _by_step(problem: str, words: Sequence[str]) -> str:
+    """Return a problem `ROW: KEY: …` with the key as it was typed, where it was typed for the row's last step."""
+    row, _, rest = problem.partition(": ")
+    key = f"{row.partition(' on ')[0].rpartition('+')[2]}.{rest.partition(':')[0]}"
+    typed = {word.lstrip("+~").partition("=")[0] for word in words}
+    return f"{key}:{rest.partition(':')[2]}" if key in typed else problem
 
 
 def _spec_of_algorithms(request: SetRequest, keys: SetKeys) -> SetSpec:

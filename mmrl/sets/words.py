@@ -11,7 +11,7 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from mmrl.config.rules import OF_WEIGHTS
-from mmrl.config.schema import stage_schema
+from mmrl.config.schema import RlRunConfig, stage_schema
 from mmrl.config.validate import as_tuples, explain
 from mmrl.errors import ConfigError, refuse, unknown
 from mmrl.sets.spec import Layer, SetSpec, undeclared
@@ -24,7 +24,7 @@ OF_PAPERS = (
     *("eval", "items", "policy", "checkpoint", "values", "std"),
 )
 """Keys that tables of papers have besides (scripts/papers)."""
-SHARED = ("task.name", "eval", "seed", "run.dir", "plugins")
+SHARED = ("task.name", "eval", "seed", "plugins")
 """Sections and keys that are the same for all steps of `algo=A+B`, whose scores are compared; but `eval.every`."""
 
 
@@ -107,7 +107,7 @@ def words_of_steps(words: Sequence[str], steps: Sequence[str], config_dir: str |
     Raises:
         ConfigError: a name that is no algorithm; every key of no step, or that all share.
     """
-    choices = options("algo", config_dir)
+    choices, sections = options("algo", config_dir), RlRunConfig.model_fields
     refuse(unknown("algo", step, choices) for step in steps if step not in choices)
     shared: list[str] = []
     own: dict[str, list[str]] = {step: [] for step in steps}
@@ -117,10 +117,14 @@ def words_of_steps(words: Sequence[str], steps: Sequence[str], config_dir: str |
         step, _, key = typed.partition(".")
         if step not in own:
             shared.append(word)
-            problems += [unknown(typed, step, own)] if step in choices else []
+            # A section's name before another's is no key: a step that is misspelt.
+            misspelt = step not in sections and key.partition(".")[0] in sections
+            problems += [unknown(typed, step, own)] if step in choices or misspelt else []
             continue
         if key in ("algo", "algo.name"):
             problems.append(f"{typed}: a step is its algorithm, which algo= names")
+        elif key == "run.dir":
+            problems.append(f"{typed}: a set has a directory for each run; leave it out")
         elif key == "task" or (is_below(key, SHARED) and key != "eval.every"):
             problems.append(f"{typed}: is the same for all; type {key}= or leave it out")
         own[step].append(word.replace(f"{step}.", "", 1))

@@ -215,7 +215,15 @@ def test_leftovers_of_a_start_killed_at_once_do_not_block(calls):
         (["algo=miprov2+mmgrpo", "mmgrpo.seed=1"], "mmgrpo.seed: is the same for all"),
         (["algo=miprov2+mmgrpo", "task=banking77", "mmgrpo.model=hf", "mmgrpo.model.path=a/b"], "is tiny (tiny_dspy)"),
         (["algo=miprov2+mmgrpo", "task=banking77", "mmgrpo.model.revision=x"], "from which it starts, is tiny"),
-        (["algo=miprov2+mmgrpo", "task=banking77", "mmgrpo.train.lrr=1"], "miprov2+mmgrpo: train.lrr: unknown key"),
+        (["algo=miprov2+mmgrpo", "task=banking77", "mmgrpo.train.lrr=1"], "error: mmgrpo.train.lrr: unknown key"),
+        (
+            ["algo=miprov2+mmgrpo", "task=banking77", "mipro.algo.auto=light"],
+            "error: mipro.algo.auto: got 'mipro', exp",
+        ),
+        (
+            ["algo=miprov2+mmgrpo", "mmgrpo.run.dir=x"],
+            "mmgrpo.run.dir: a set has a directory for each run; leave it out",
+        ),
         (["algo=miprov2+mmgrpo", "task=banking77", "mmgrpo.algo.teachers=[{name: x, policy: ./no}]"], "./no"),
         (["algo=miprov2+mmgrpo", "task=banking77", "mmgrpo.task.prompts=a.json"], "starts with those of miprov2"),
         (["algo=miprov2", "task=banking77", "train.steps=2"], "train.steps: has no effect with algo=miprov2"),
