@@ -36,10 +36,10 @@ def kill(engine: VllmServerEngine, index: int) -> None:
     os.killpg(victim.pid, signal.SIGKILL)
 
 
-async def ask(engine: VllmServerEngine, sessions: int, each: int = 1) -> list[Completion]:
+async def ask(engine: VllmServerEngine, sessions: int, each: int = 1, name: str = "q") -> list[Completion]:
     sampling = Sampling(max_tokens=4, temperature=1.0)
     requests = [
-        Request(prompt_ids=(5, 6), sampling=sampling, session=f"q {number}") for number in range(sessions)
+        Request(prompt_ids=(5, 6), sampling=sampling, session=f"{name} {number}") for number in range(sessions)
     ] * each
     return await asyncio.gather(*[engine.generate(request) for request in requests])
 
@@ -91,7 +91,8 @@ def test_a_server_killed_under_way_costs_no_request_and_comes_back_with_the_newe
 
         assert [made.ids for made in asyncio.run(rounds())] == [(2,)] * 48
         engine.set_version(2)
-        asyncio.run(ask(engine, sessions=8))
+        # Sessions of before stay where they went on, which is the other server if this one was slow to come back.
+        asyncio.run(ask(engine, sessions=8, name="new"))
         assert engine.metrics() == {"engine/restarts": 1.0, "engine/servers": 2.0}
         assert victim.url == before  # other processes may know it
         log = [json.loads(line) for line in (tmp_path / f"asked-{victim.pid}.jsonl").read_text().splitlines()]

@@ -326,7 +326,9 @@ class VllmServerEngine(HttpEngine, PushingEngine):
                 return True
             if len(lost) == len(serving) and all(replica.process is None for replica in lost):
                 lost = lost[1:]
-            if lost or time.monotonic() > deadline or all(replica.process is None for replica in serving):
+            # Where one is being started again, this request was most likely its: the others have it soon.
+            waits = time.monotonic() < deadline and not self._reviving
+            if lost or not waits or all(replica.process is None for replica in serving):
                 break
             await asyncio.sleep(0.1)
         for replica in lost:
