@@ -32,7 +32,7 @@ GROUP_CHOICES = """\b
 Compose a run from:
 {groups}
 
-Any other key of the config can be set too: docs/configuration.md lists them all with defaults, `--cfg job` prints what
+Any other key of the config can be set too: docs/keys-*.md list them all with defaults, `--cfg job` prints what
 a command line sets. experiment= takes settings of your own under one name."""
 
 

@@ -65,7 +65,7 @@ def train(context: typer.Context) -> int:
     """Train; ends with a table before/after and a report.
 
     \b
-    Keys (docs/configuration.md lists them all):
+    Keys (docs/keys-*.md list them all):
       task= algo= model= hardware= engine=   what a run is composed of; `mmrl --help` lists the choices
       experiment=                            settings of your own under one name: conf/experiment/NAME.yaml
       train.* algo.* task.* model.* eval.*   any setting of these parts: train.steps=100 algo.group_size=8
@@ -117,7 +117,7 @@ def evaluate(context: typer.Context) -> None:
     """Evaluate a run, checkpoint, adapter, model folder or hub id on any task; each item is stored.
 
     \b
-    Keys (docs/configuration.md lists them all):
+    Keys (docs/keys-*.md list them all):
       policy=                        what is evaluated; `tiny`: the shipped model
       task= split=train|dev|test     on which examples; without task= as in the policy's own run; split=dev
       eval.items= eval.samples=      how many examples, and how often each; also eval.temperature=

@@ -16,7 +16,7 @@ from mmrl.system.conf import GROUPS, conf_dir, options
 
 Values = list[str] | None
 """Of a key; None: any."""
-OF_A_RUN = ("docs/configuration.md lists them all", "as in `mmrl train`")
+OF_A_RUN = ("docs/keys-*.md list them all", "as in `mmrl train`")
 
 
 class Command(TyperCommand):

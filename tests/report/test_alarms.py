@@ -167,7 +167,7 @@ def test_steps_without_a_failure_count_in_the_mean():
 
 
 def test_all_advice_names_settings_that_exist():
-    document = (TOP / "docs/configuration.md").read_text()
+    document = "\n".join(page.read_text() for page in (TOP / "docs").glob("keys-*.md"))
     listed = {*re.findall(r"^\| `([\w.<>]+)`", document, re.M), "task.retriever.name"}
     for name, advice in ADVICE.items():
         settings = re.findall(r"\b(?:task|algo|train|model|engine)\.[a-z_]+(?:\.[a-z_]+)*", advice.change)
