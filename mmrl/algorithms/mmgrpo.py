@@ -10,7 +10,7 @@ of their own and no penalties per module.
 
 Groups line the calls of a module up by invocation, padded to equal length, cut to the k most diverse (PADGROUPS and
 SELECTKDIVERSEELEMENTS of the paper); the defaults follow what the authors' code did where it and the paper's text
-differ (docs/algorithms.md).
+differ (docs/mmgrpo.md).
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def most_diverse(members: Sequence[Member], size: int) -> list[Member]:
 
 
 def _trace(scored: ScoredRollout, algo: MmgrpoConfig) -> list[Member]:
-    """Select the calls of a rollout that are trained, with their rewards (docs/algorithms.md, mmGRPO)."""
+    """Select the calls of a rollout that are trained, with their rewards (docs/mmgrpo.md)."""
     calls = scored.path
     if algo.overlong == "trajectory" and any(is_overlong(call, algo) for call in calls):
         return []

@@ -10,7 +10,7 @@ absent turns with reward 0, whose advantages its earlier turns get too (`missing
 
     A_k = sum over l = k..K-2 of alpha^(l-k) · A^I_l  +  alpha^(n-k) · A^O
 
-since a policy that decides when to stop would otherwise choose who is compared (docs/algorithms.md has the bias).
+since a policy that decides when to stop would otherwise choose who is compared (docs/turn-rewards.md has the bias).
 """
 
 from __future__ import annotations

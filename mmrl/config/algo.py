@@ -173,7 +173,7 @@ class MhgpoRrConfig(MhgpoConfig):
         None, description="probability of forking at each module, in order; null: (.7,.1,.2) for three, else uniform"
     )
     regroup: Literal["by_agent_fork", "agent_chunks", "alg3"] = Field(
-        "by_agent_fork", description="how calls that have no siblings are grouped over the batch (docs/algorithms.md)"
+        "by_agent_fork", description="how calls that have no siblings are grouped over the batch (docs/mhgpo.md)"
     )
 
     @model_validator(mode="after")

@@ -59,7 +59,7 @@ class DataConfig(Section):
 
 
 class JudgeEndpointConfig(EndpointConfig):
-    """A language model that judges (docs/algorithms.md)."""
+    """A language model that judges."""
 
     url: str = Field("http://localhost:8000/v1", description="base of the API, up to and with /v1")
     model: str = Field("openai/gpt-oss-120b", description="model name as the endpoint knows it")

@@ -1,7 +1,7 @@
 """Rollouts of teachers: a teacher's program runs live, then its outputs are teacher-forced through the student's.
 
 Used by `rollout.sample`. The second run gives what training needs: the student's own prompts around the teacher's
-inputs and outputs (arXiv 2508.04660, Sec. 3.3; docs/algorithms.md). Calls are matched by module and invocation, tool
+inputs and outputs (arXiv 2508.04660, Sec. 3.3; docs/mmgrpo.md). Calls are matched by module and invocation, tool
 results by order and arguments. A student's program that requests a call which the teacher never made has diverged.
 """
 

@@ -1,6 +1,6 @@
 """Reading and writing forests: the JSON form (version 1), and the check of the graph.
 
-`mmrl credit rollouts=FILE` reads the form, `mmrl show RUN step=N --json` writes it (docs/algorithms.md describes it).
+`mmrl credit rollouts=FILE` reads the form, `mmrl show RUN step=N --json` writes it (docs/forest.md describes it).
 pydantic reads the records; then what they say of each other is checked. Each of the two tells all it finds at once.
 
 A rollout whose error is model-caused and whose reward is null takes 0, the default failure score: such a rollout is

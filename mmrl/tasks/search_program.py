@@ -3,7 +3,7 @@
 The search program of MHGPO (arXiv 2506.02718, App. B.3): rewriter -> retriever -> reranker -> answerer. Nothing in it
 fails on bad model text: what cannot be read has a defined fallback, and a penalty. Data come from the mini world,
 official files or the hub; the reward is token F1, penalties and behaviour metrics are those of App. B.4
-(docs/algorithms.md has the readings).
+(docs/mhgpo.md has the readings).
 """
 
 from __future__ import annotations

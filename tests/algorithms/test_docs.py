@@ -1,4 +1,4 @@
-"""docs/algorithms.md, docs/credits.md: every command is run and prints what they say; the files are docs/forests."""
+"""The pages of the algorithms: every command is run and prints what they say; the files are docs/forests."""
 
 import re
 
@@ -11,7 +11,8 @@ from tests.helpers import TOP
 from tests.helpers.forests import documented
 
 DOCS, FORESTS = TOP / "docs", TOP / "docs" / "forests"
-PAGE = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("algorithms.md", "credits.md"))
+NAMES = ("algorithms", "forest", "mmgrpo", "mhgpo", "turn-rewards", "ppo", "credits")
+PAGE = "".join((DOCS / f"{name}.md").read_text(encoding="utf-8") for name in NAMES)
 FILES = re.findall(r"```json (\S+)\n(.*?)```", PAGE, re.S)
 BLOCKS = re.findall(r"```console\n(.*?)```", PAGE, re.S)
 RUNS = [run for block in BLOCKS for run in re.findall(r"^\$ mmrl (.*)\n((?:(?!\$ ).*\n)*)", block, re.M)]

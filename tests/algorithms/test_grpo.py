@@ -1,4 +1,4 @@
-"""GRPO-OR, GRPO-MR and MT-GRPO: turns, options; docs/algorithms.md has the worked numbers, run by test_docs."""
+"""GRPO-OR, GRPO-MR and MT-GRPO: turns, options; docs/turn-rewards.md has the worked numbers, run by test_docs."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""MHGPO: failures, options, plans; docs/algorithms.md has the worked numbers, run by test_docs."""
+"""MHGPO: failures, options, plans; docs/mhgpo.md has the worked numbers, run by test_docs."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""mmGRPO: padding, selection, failures, options; docs/algorithms.md has the worked groups, run by test_docs."""
+"""mmGRPO: padding, selection, failures, options; docs/mmgrpo.md has the worked groups, run by test_docs."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""PPO, MT-PPO and MAPPO: placement, whitening, KL, refusals; more worked numbers in docs/algorithms.md (test_docs)."""
+"""PPO, MT-PPO and MAPPO: placement, whitening, KL, refusals; more worked numbers in docs/ppo.md (test_docs)."""
 
 from dataclasses import replace
 from functools import partial

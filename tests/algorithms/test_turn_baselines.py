@@ -125,7 +125,7 @@ def test_with_equal_lengths_and_all_rewards_present_absorb_is_zero(forest, scale
     assert absorb.entries == zero.entries
 
 
-# -- bias and variance for a policy that decides when to stop (the table of docs/algorithms.md) -----------------------
+# -- bias and variance for a policy that decides when to stop (the table of docs/turn-rewards.md) -----------------------
 
 GOES_ON = 1 / (1 + math.exp(-0.3))
 TURNS, REWARD, ROLLOUTS = 4, 0.5, 8
@@ -192,7 +192,7 @@ def estimate(name, examples):
 
 def documented():
     """Rows of the table: name, then mean and standard deviation."""
-    rows = (line.strip("| \n").split(" | ") for line in Path("docs/algorithms.md").read_text("utf-8").splitlines())
+    rows = (line.strip("| \n").split(" | ") for line in Path("docs/turn-rewards.md").read_text("utf-8").splitlines())
     return {row[0]: (float(row[1]), float(row[2])) for row in rows if row[0] in ESTIMATORS}
 
 

@@ -79,7 +79,7 @@ def credit(
 
 
 def documented(name: str) -> Forest:
-    """A worked example of docs/algorithms.md."""
+    """A worked example of docs/forests, which the pages of the algorithms show."""
     return parse_forest((TOP / "docs" / "forests" / f"{name}.json").read_text(encoding="utf-8"), name)
 
 

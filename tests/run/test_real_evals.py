@@ -1,4 +1,4 @@
-"""The tasks and public files of docs/reproducing.md: each evaluates, and says what its numbers are over."""
+"""The tasks and public files of docs/datasets.md: each evaluates, and says what its numbers are over."""
 
 import json
 import re
@@ -9,7 +9,7 @@ import pytest
 
 from mmrl.cli import main
 
-DOCS = Path(__file__).parents[2] / "docs" / "reproducing.md"
+DOCS = Path(__file__).parents[2] / "docs" / "datasets.md"
 SECTION = DOCS.read_text(encoding="utf-8").partition("## On official files")[2].partition("\n## ")[0]
 BUILD, _ = re.findall("^mmrl .*$", SECTION, re.M)
 ROWS = re.findall(r"^\| `(\S+)` \| (`.+`) \| .* \| (.+) \|$", SECTION, re.M)

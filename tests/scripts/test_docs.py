@@ -46,6 +46,14 @@ def test_every_page_opens_with_a_sentence_on_what_it_is_for_and_is_short():
         assert len(written.encode()) <= 12 * 1024, page.name
 
 
+def test_pages_that_the_code_names_exist():
+    listed = subprocess.run(["git", "ls-files", "mmrl", "conf", "scripts", "tests"], cwd=TOP, capture_output=True, text=True)
+    for name in listed.stdout.splitlines():
+        if name.endswith((".py", ".yaml", ".html")):
+            for page in re.findall(r"\bdocs/[\w-]+\.md", (TOP / name).read_text(encoding="utf-8")):
+                assert (TOP / page).exists(), f"{name} names {page}"
+
+
 def test_the_tables_of_keys_have_every_section():
     assert {name for listed in PAGES.values() for name in listed} == set(sections())
 
