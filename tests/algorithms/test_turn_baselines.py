@@ -125,7 +125,7 @@ def test_with_equal_lengths_and_all_rewards_present_absorb_is_zero(forest, scale
     assert absorb.entries == zero.entries
 
 
-# -- bias and variance for a policy that decides when to stop (the table of docs/turn-rewards.md) -----------------------
+# -- bias and variance for a policy that decides when to stop (the table of docs/turn-rewards.md) ----------------------
 
 GOES_ON = 1 / (1 + math.exp(-0.3))
 TURNS, REWARD, ROLLOUTS = 4, 0.5, 8
