@@ -69,8 +69,7 @@ def fill_comparison(outputs: Path) -> None:
         # Without its title and head: the document says what was run.
         body = "\n\n".join((folder / "set.md").read_text(encoding="utf-8").strip().split("\n\n")[2:])
         body = body.replace("(figure.png)", f"(figures/set-{name}.svg)").replace("\n## ", "\n### ")
-        for kind in ("svg", "png"):
-            (tables / "figures" / f"set-{name}.{kind}").write_bytes((folder / f"figure.{kind}").read_bytes())
+        (tables / "figures" / f"set-{name}.svg").write_bytes((folder / "figure.svg").read_bytes())
         page_file = tables / f"{name}.md"
         page_file.write_text(filled(page_file.read_text(encoding="utf-8"), name, body, by="tables"), encoding="utf-8")
         print(f"taken: {name}")
