@@ -92,7 +92,7 @@ format: $(STAMP) ## format and fix what can be fixed
 	$(BIN)/ruff format mmrl tests scripts
 	$(BIN)/ruff check --fix mmrl tests scripts
 
-docs: $(STAMP) ## write the tables of keys in docs/keys-*.md
+docs: $(STAMP) ## write the tables of keys in docs/configuration.md
 	$(BIN)/python -m scripts.docs
 
 bench-retrieval: $(STAMP) ## BM25 over a million passages and its server, against bm25s; ARGS='passages=100000'
