@@ -13,7 +13,7 @@ from tests.helpers.forests import documented
 DOCS, FORESTS = TOP / "docs", TOP / "docs" / "forests"
 NAMES = ("algorithms", "forest", "mmgrpo", "mhgpo", "turn-rewards", "ppo", "credits")
 PAGE = "".join((DOCS / f"{name}.md").read_text(encoding="utf-8") for name in NAMES)
-FILES = re.findall(r"```json (\S+)\n(.*?)```", PAGE, re.S)
+FILES = re.findall(r"\(forests/(\w+\.json)\)\):\n\n```json\n(.*?)```", PAGE, re.S)
 BLOCKS = re.findall(r"```console\n(.*?)```", PAGE, re.S)
 RUNS = [run for block in BLOCKS for run in re.findall(r"^\$ mmrl (.*)\n((?:(?!\$ ).*\n)*)", block, re.M)]
 
