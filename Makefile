@@ -92,7 +92,7 @@ format: $(STAMP) ## format and fix what can be fixed
 	$(BIN)/ruff format mmrl tests scripts
 	$(BIN)/ruff check --fix mmrl tests scripts
 
-docs: $(STAMP) ## write the generated tables of docs/, then build the site in build/site (offline, ten seconds)
+docs: $(STAMP) ## write the generated parts of docs/, then build the site in build/site (offline, a minute)
 	$(BIN)/python -m scripts.docs
 	$(BIN)/python -m scripts.site
 

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 TOP = Path(__file__).parents[2]
-PAGES = [*TOP.glob("*.md"), *(TOP / "docs").glob("*.md")]
 
 
 def test_the_generated_parts_are_up_to_date():
@@ -23,8 +22,14 @@ def test_the_readme_is_short_and_names_every_folder_of_the_package():
             assert re.search(rf"^.*\b{path.name}/ ", text, re.M), path
 
 
+def test_every_page_of_the_docs_is_linked_from_the_readme():
+    text = (TOP / "README.md").read_text(encoding="utf-8")
+    for path in (TOP / "docs").glob("*.md"):
+        assert f"docs/{path.name}" in text, path
+
+
 def test_links_between_docs_lead_somewhere():
-    for page in PAGES:
+    for page in [TOP / "README.md", *(TOP / "docs").glob("*.md")]:
         for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
             if not target.startswith("http"):
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
@@ -36,7 +41,7 @@ def test_anchors_in_links_are_headings():
         kept = (re.sub(r"[^\w\- ]", "", title.lower()) for title in re.findall(r"^#+ (.*)$", text, re.M))
         return {title.replace(" ", "-") for title in kept}
 
-    for page in PAGES:
+    for page in [TOP / "README.md", *(TOP / "docs").glob("*.md")]:
         for target, anchor in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", page.read_text()):
             if not target.startswith("http"):
                 assert anchor in anchors(page.parent / target if target else page), f"{page.name}: {target}#{anchor}"
