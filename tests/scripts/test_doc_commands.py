@@ -25,6 +25,8 @@ PAGES = [
 FENCE = re.compile(r"^```(?:|bash|sh|shell|console)\n(.*?)^```$", re.M | re.S)
 COMMAND = re.compile(r"^(?:\$ )?(?:[\w.]*/)*mmrl |-m mmrl |^\w+=\(", re.M)
 """What only a block of commands has: a call of `mmrl`, or an array of words for later calls."""
+FILE = re.compile(r"^```\w+\n((?:# @package _global_\n)?# ([\w./-]+\.(?:yaml|py))\b.*?)^```$", re.M | re.S)
+"""A file that the reader has from the page, with its name in a comment on top."""
 SHELL = r"""
 PATH=/nowhere
 exit() { :; }
@@ -53,8 +55,29 @@ def called(text, folder):
         ["bash", "-c", 'exec 9> "$0"; . "$1"', folder / "calls", script], cwd=folder, capture_output=True, text=True
     )
     assert "syntax error" not in done.stderr and "unexpected" not in done.stderr, done.stderr
-    calls = [call.split("\0")[:-1] for call in (folder / "calls").read_text().splitlines()]
-    return calls, "\n".join(lines)
+    return [call.split("\0")[:-1] for call in (folder / "calls").read_text().splitlines()]
+
+
+def test_a_shell_finds_the_calls(tmp_path):
+    page = """
+```console
+$ mmrl train seed=1 \\
+    'a={b: 1}'   # why
+printed
+```
+
+```
+WORDS=(x=1 y=2)
+.venv/bin/python -m mmrl eval "${WORDS[@]}" & exit 1
+torchrun --nproc-per-node 8 -m mmrl train …
+```
+
+```
+look further   mmrl show RUN (no command)
+```
+"""
+    calls = called(page, tmp_path)
+    assert sorted(calls) == [["eval", "x=1", "y=2"], ["train", "seed=1", "a={b: 1}"], ["train", "…"]]
 
 
 RUN = re.compile(r"\b(?:[A-Z]+_)?RUN(?:_DIR)?\b|^outputs/[\w/]+$|^exported$")
@@ -91,7 +114,11 @@ def nothing_runs(monkeypatch):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_are_composed_and_checked(page, tmp_path, monkeypatch, capsys):
-    calls = called(page.read_text(encoding="utf-8"), tmp_path)[0]
+    text = page.read_text(encoding="utf-8")
+    for content, name in FILE.findall(text):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    calls = called(text, tmp_path)
     monkeypatch.chdir(tmp_path)
     fake_run(tmp_path / "run", config=STORED)
     wrong = []
