@@ -4,6 +4,7 @@ Nothing runs. A run of the reader's (RUN_DIR, outputs/…) is one that the test 
 """
 
 import re
+import shutil
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,9 +29,9 @@ COMMAND = re.compile(r"^(?:\$ )?(?:[\w.]*/)*mmrl |-m mmrl |^\w+=\(", re.M)
 FILE = re.compile(r"^```\w+\n((?:# @package _global_\n)?# ([\w./-]+\.(?:yaml|py))\b.*?)^```$", re.M | re.S)
 """A file that the reader has from the page, with its name in a comment on top."""
 SHELL = r"""
-PATH=/nowhere
+PATH=/nowhere page=$PWD
 exit() { :; }
-mmrl() { printf '%s\0' "$@" >&9; printf '\n' >&9; }
+mmrl() { printf '%s\0' "$PWD" "$@" >&9; printf '\n' >&9; }
 command_not_found_handle() {  # torchrun … -m mmrl train …
   while [ $# -gt 0 ]; do
     if [ "$1" = mmrl ]; then shift; mmrl "$@"; return; fi
@@ -41,14 +42,14 @@ command_not_found_handle() {  # torchrun … -m mmrl train …
 
 
 def called(text, folder):
-    """The words of each call of `mmrl` in the blocks of a page, as a shell splits them."""
+    """The folder and the words of each call of `mmrl` in the blocks of a page, as a shell splits them."""
     lines = []
     for block in FENCE.findall(text):
         if not COMMAND.search(block):
             continue
         if re.search(r"^\$ ", block, re.M):  # below its commands a console shows what they print
             block = "\n".join(re.findall(r"^\$ ((?:.*\\\n)*.*)$", block, re.M))
-        lines.append(re.sub(r"^[\w./-]+/(python|mmrl) ", r"\1 ", block, flags=re.M))  # found by name alone
+        lines += ['cd "$page"', re.sub(r"^[\w./-]+/(python|mmrl) ", r"\1 ", block, flags=re.M)]  # found by name alone
     script = folder / "page.sh"
     script.write_text("\n".join([SHELL, *lines, "wait"]))
     done = subprocess.run(
@@ -77,7 +78,12 @@ look further   mmrl show RUN (no command)
 ```
 """
     calls = called(page, tmp_path)
-    assert sorted(calls) == [["eval", "x=1", "y=2"], ["train", "seed=1", "a={b: 1}"], ["train", "…"]]
+    assert sorted(words for _, *words in calls) == [
+        ["eval", "x=1", "y=2"],
+        ["train", "seed=1", "a={b: 1}"],
+        ["train", "…"],
+    ]
+    assert {folder for folder, *_ in calls} == {str(tmp_path)}
 
 
 RUN = re.compile(r"\b(?:[A-Z]+_)?RUN(?:_DIR)?\b|^outputs/[\w/]+$|^exported$")
@@ -115,17 +121,17 @@ def nothing_runs(monkeypatch):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_are_composed_and_checked(page, tmp_path, monkeypatch, capsys):
     text = page.read_text(encoding="utf-8")
+    shutil.copytree(TOP / "docs" / "programs", tmp_path / "docs" / "programs")
     for content, name in FILE.findall(text):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
-    calls = called(text, tmp_path)
-    monkeypatch.chdir(tmp_path)
     fake_run(tmp_path / "run", config=STORED)
     wrong = []
-    for call in calls:
+    for folder, *call in called(text, tmp_path):
         if find_spec("hydra_plugins") is None and any(word.startswith("hydra/") for word in call):
             continue  # Hydra's sweepers and launchers are extras
-        words = [replaced(word, "run") for word in call if word != REST]
+        monkeypatch.chdir(folder)
+        words = [replaced(word, tmp_path / "run") for word in call if word != REST]
         if main(words) != 0:
             wrong.append(f"{' '.join(call)}\n{capsys.readouterr().err}")
     assert not wrong, "\n".join(wrong)
