@@ -92,8 +92,9 @@ format: $(STAMP) ## format and fix what can be fixed
 	$(BIN)/ruff format mmrl tests scripts
 	$(BIN)/ruff check --fix mmrl tests scripts
 
-docs: $(STAMP) ## write the tables of keys in docs/configuration.md
+docs: $(STAMP) ## write the generated parts of docs/, then build the site in build/site (offline, a minute)
 	$(BIN)/python -m scripts.docs
+	$(BIN)/python -m scripts.site
 
 bench-retrieval: $(STAMP) ## BM25 over a million passages and its server, against bm25s; ARGS='passages=100000'
 	$(BIN)/python -m scripts.bench retrieval $(ARGS)

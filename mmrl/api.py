@@ -73,6 +73,9 @@ def compose(*words: str, config_dir: str | Path | None = None, **settings: objec
 def train(config: RootConfig) -> Run:
     """Train, and return the finished run.
 
+    Args:
+        config: of `compose`, without `policy=`.
+
     Raises:
         MmrlError: whatever the command would have ended with, in the same words.
     """
@@ -82,14 +85,25 @@ def train(config: RootConfig) -> Run:
 
 
 def evaluate(config: RootConfig) -> Run:
-    """Evaluate `policy` on a task's split, and return the evaluation; raises as `train`."""
+    """Evaluate `policy` on a task's split, and return the evaluation.
+
+    Args:
+        config: of `compose`, with `policy=`.
+
+    Raises:
+        MmrlError: as `train`.
+    """
     if not isinstance(config, EvalRunConfig):
         raise ConfigError("policy: missing, expected policy=RUN_DIR")
     return _as_command(lambda: run.evaluate(config))
 
 
 def resume(run_dir: Path | str) -> Run:
-    """Continue a stopped run or evaluation, and return it; raises as `train`."""
+    """Continue a stopped run or evaluation, to the same numbers, and return it.
+
+    Raises:
+        MmrlError: as `train`; `CheckpointError` where a file that it needs is damaged.
+    """
 
     def work(path: Path) -> Path:
         from mmrl.run import eval as evaluations
@@ -123,7 +137,14 @@ def _as_command(work: Callable[[], Path]) -> Run:
 
 
 class Run:
-    """A run directory, of `mmrl train` or `mmrl eval`, finished or not; everything is read when it is asked for."""
+    """A run directory, of `mmrl train` or `mmrl eval`, finished or not; everything is read when it is asked for.
+
+    Args:
+        path: the run directory; then also the attribute `path`.
+
+    Raises:
+        CheckpointError: no run is there.
+    """
 
     def __init__(self, path: Path | str):
         self.path = RunDir.read(path).path
@@ -181,6 +202,7 @@ class Run:
         """Return every call of a training step with its credit, as `mmrl credit run= step=` computes it.
 
         Args:
+            step: a training step, from 1.
             algos: names of algorithms; none: the one that it was trained with.
             settings: of them: `algo={"group_size": 4}`.
 

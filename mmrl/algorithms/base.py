@@ -27,8 +27,11 @@ class Algorithm(Protocol[AlgoT]):
 
     # Attributes of the algorithm, whatever its config says: checks and `mmrl plan` read them before anything is built.
     name: str
+    """`algo.name`."""
     needs_turn_rewards: bool = False
+    """True if its task must offer a reward set with turn rewards."""
     needs_critic: bool = False
+    """True if it needs values of a critic, which is then trained too."""
     section: type[AlgoConfig] = AlgoConfig
     """What stands in the brackets."""
 

@@ -273,8 +273,11 @@ class Task(ABC):
     """
 
     name: str
+    """`task.name`."""
     program: Program
+    """What is trained: it gets an example's inputs, and calls modules and tools."""
     tools: Mapping[str, Tool]
+    """Name -> function `tool(**arguments)`, sync or async, with a JSON result."""
     reward_sets: tuple[str, ...]
     """Names of the reward sets it offers; the first is its default outcome set."""
     failure_score: float

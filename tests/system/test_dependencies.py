@@ -23,6 +23,7 @@ LOADED_BY_OTHERS = {
 TOOLS = {
     **dict.fromkeys(["ruff", "mypy", "import-linter"], "commands of make check"),
     **dict.fromkeys(["pytest-cov", "pytest-xdist"], "pytest's options"),
+    **dict.fromkeys(["zensical", "mkdocstrings-python", "mermaidx"], "of make docs"),
     "setuptools": "what tests.system.test_wheel builds the wheel by",
     "mmrl": "its own extras",
 }
@@ -66,7 +67,7 @@ def packages_of(modules: dict[str, str]) -> dict[str, set[str]]:
 
 
 def test_dependencies_are_what_the_package_imports():
-    files, names = imported("mmrl"), declared("dev")
+    files, names = imported("mmrl"), declared("dev", "docs")
     needed = packages_of(files)
     assert {name: files[name] for name, packages in needed.items() if not packages & names} == {}
     assert names - set().union(*needed.values()) == set(LOADED_BY_OTHERS)
@@ -76,4 +77,4 @@ def test_what_scripts_and_tests_import_is_there_for_developers():
     files = imported("scripts") | imported("tests")
     needed, names = packages_of(files), declared()
     assert {name: files[name] for name, packages in needed.items() if not packages & names}.keys() == set(ELSEWHERE)
-    assert names - declared("dev") - set().union(*needed.values()) == set(TOOLS)
+    assert names - declared("dev", "docs") - set().union(*needed.values()) == set(TOOLS)
