@@ -5,6 +5,7 @@ from collections import defaultdict
 from dataclasses import replace
 from difflib import SequenceMatcher
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -104,7 +105,7 @@ def test_dr_mas_with_equally_many_calls_differs_from_grpo_by_the_sample_deviatio
 def thinker(joint, alone):
     grow = Grow(("thinker", "solver"))
     for index, (reward, other) in enumerate(zip(joint, alone, strict=True)):
-        more = {} if other is None else {"counterfactuals": {"thinker": other}}
+        more: dict[str, Any] = {} if other is None else {"counterfactuals": {"thinker": other}}
         grow.chain(f"q/{index}", ("thinker", "solver"), reward, **more)
     return grow.forest
 
@@ -339,7 +340,7 @@ def test_tree_value_worked_example():
     forest = documented("trees")
     expected = {"0a": 0.333333, "0b": 1.5, "0c": -1.166667, "1a": 0.333333, "2a": -1.0}
     assert tree_values(forest) == pytest.approx(expected, abs=1e-6)
-    algo = {"aggregate": "tree_value", "penalties": False, "scale": False}
+    algo: dict[str, Any] = {"aggregate": "tree_value", "penalties": False, "scale": False}
     entries = by_call(credit(forest, "mhgpo_fof", **algo))
     assert {call: entry.reward for call, entry in entries.items()} == pytest.approx(expected, abs=1e-6)
 
@@ -426,7 +427,7 @@ def test_igpo_drops_an_example_only_where_neither_turns_nor_outcomes_differ(norm
 
 
 def test_igpo_apart_has_one_deviation_of_the_batch_for_turns_and_one_for_outcomes():
-    apart = {"normalise": "separate", "std_over": "batch", "eps": 0.0}
+    apart: dict[str, Any] = {"normalise": "separate", "std_over": "batch", "eps": 0.0}
     found = by_call(credit(turns((0.3, 1.0), (0.1, 0.0)), "igpo", **apart))
     assert [entry.std for entry in found.values()] == pytest.approx([0.02**0.5, 0.5**0.5] * 2)
 

@@ -4,6 +4,7 @@ import asyncio
 import time
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -95,7 +96,7 @@ def test_the_engines_endpoint_has_all_its_settings():
     asked = {"url": "http://h/v1", "key_env": None, "organization": "o", "project": "p", "timeout_s": 1.0}
     paced = {"attempts": 2, "max_wait_s": 3.0, "concurrency": 4, "requests_per_minute": 5.0, "omit": ("seed",)}
     sent = {"max_tokens_field": "max_tokens", "extra_body": {"a": 1}, "extra_headers": {"X": "y"}, "reasoning": "cut"}
-    others = {**asked, **paced, **sent, "price_in": 1.0, "price_cached": 2.0, "price_out": 3.0}
+    others: dict[str, Any] = {**asked, **paced, **sent, "price_in": 1.0, "price_cached": 2.0, "price_out": 3.0}
     assert others.keys() == Endpoint.model_fields.keys()
     found = with_model(OpenAIConfig(endpoint=Endpoint(**others)), "big")
     assert dict(found) == {**others, "model": "big"}

@@ -89,7 +89,7 @@ def test_further_fields_and_headers_are_sent(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("OPENAI_ORG_ID", "somebody-else")
     monkeypatch.setenv("OPENAI_PROJECT_ID", "somebody-else")
     body = {"reasoning_effort": "low", "provider": {"order": ("a", "b")}, "temperature": 1.0}
-    more = {"extra_body": body, "omit": ("temperature",), "extra_headers": {"X-Title": "mmrl"}}
+    more: dict[str, Any] = {"extra_body": body, "omit": ("temperature",), "extra_headers": {"X-Title": "mmrl"}}
     with serving([chat_reply("x")]) as (url, server):
         ask(chat_at(url, **more, organization="org-1", project="proj-1"), temperature=0.0)
         ask(chat_at(url), seed=None)

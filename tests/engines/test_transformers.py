@@ -6,6 +6,7 @@ import asyncio
 import random
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ def _one_thread() -> None:
 
 
 def engine(policy: torch.nn.Module, loop: str = "hf", **options: object) -> TransformersEngine:
-    settings = {key: options.pop(key) for key in ("schedule", "batch_tokens") if key in options}
+    settings: dict[str, Any] = {key: options.pop(key) for key in ("schedule", "batch_tokens") if key in options}
     return TransformersEngine(
         policy, tokenizer(), TransformersConfig(loop=loop, **settings), EngineSetup(threads=1, **options)
     )

@@ -213,7 +213,12 @@ def tiny_bert(folder: Path) -> str:
     (folder / "vocab.txt").write_text("\n".join(dict.fromkeys([*special, *words])), encoding="utf-8")
     BertTokenizerFast(vocab_file=str(folder / "vocab.txt"), model_max_length=48).save_pretrained(folder)
     torch.manual_seed(5)
-    size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    size: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 48,
+    }
     vocabulary = len(set(special) | set(words))
     BertModel(BertConfig(vocab_size=vocabulary, max_position_embeddings=48, **size)).save_pretrained(folder)
     return str(folder)

@@ -32,7 +32,7 @@ def reads() -> Iterator[set[Key]]:
             seen.update((type(section), name) for name in include & section.__pydantic_fields__.keys())
         return BaseModel.model_dump(section, include=include or None, **options)
 
-    Section.__getattribute__, Section.model_dump = read, dump  # type: ignore[method-assign]
+    Section.__getattribute__, Section.model_dump = read, dump
     try:
         yield seen
     finally:

@@ -227,7 +227,7 @@ def weights(model):
 
 
 def config_of(options=()):
-    sections = {
+    sections: dict[str, Any] = {
         "task": {"name": "dspy"},
         "model": {"name": "x", "path": "x", "dtype": "float32"},
         "hardware": {"name": "cpu", "device": "cpu"},

@@ -69,8 +69,8 @@ LORA = LoraConfig(r=4, alpha=8)
 def tiny_model(kind: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(seed)
     if kind == "gpt2":  # nothing in it is computed in float32, unlike the others' norms and rotary embeddings
-        sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.3}
-        dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        sizes: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.3}
+        dropout: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, **sizes, **dropout)).to(dtype).eval()
     if kind == "llama":
         return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)).to(dtype).eval()
@@ -385,7 +385,7 @@ def shard_on_cpu() -> None:
             state.PartialState._shared_state["distributed_type"] = DistributedType.FSDP
             self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
 
-    state.AcceleratorState.__init__ = init  # type: ignore[method-assign]
+    state.AcceleratorState.__init__ = init
 
 
 def run(folder: Path, name: str) -> None:

@@ -31,7 +31,7 @@ from mmrl.config import ModelConfig
 from mmrl.errors import ConfigError
 from mmrl.models.load import load_model, skeleton
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 40,
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -291,7 +291,13 @@ def test_float8_weights_are_computed_back(tmp_path: Path) -> None:
 
 def test_four_bits_of_gpt_oss_are_computed_back(tmp_path: Path) -> None:
     """Two numbers of four bits in a byte, the low half first, and a power of 2 for each 32 of them."""
-    sizes = {**SIZES, "hidden_size": 32, "intermediate_size": 32, "num_local_experts": 2, "num_experts_per_tok": 1}
+    sizes: dict[str, Any] = {
+        **SIZES,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+    }
     model = make(tmp_path, GptOssConfig(**sizes, head_dim=16))
     blocks = torch.randint(0, 256, (2, 64, 1, 16), dtype=torch.uint8)
     scales = torch.randint(118, 124, (2, 64, 1), dtype=torch.uint8)
@@ -354,7 +360,7 @@ def test_other_kinds_of_models_are_refused_by_their_config(
 
 def test_a_decoder_that_counts_padding_is_taken(tmp_path: Path) -> None:
     """BART's, saved alone: whole rows serve it, and `test_architectures` says how exactly."""
-    sizes = {"d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 16}
+    sizes: dict[str, Any] = {"d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 16}
     model = make(tmp_path, BartConfig(vocab_size=40, **sizes, is_encoder_decoder=False, is_decoder=True))
     assert skeleton(model)[1] == ""
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -48,8 +49,8 @@ def make_tokenizer(template: str | dict[str, str] | None = TEMPLATE, rstrip: boo
 def make_folder(folder, template: str | dict[str, str] | None = TEMPLATE, dropout: float = 0.0):
     tokenizer = make_tokenizer(template)
     tokenizer.save_pretrained(folder)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "attention_dropout": dropout}
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "attention_dropout": dropout}
     Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), **sizes, **heads)).save_pretrained(folder)
     return ModelConfig(name="x", path=str(folder))
 

@@ -114,7 +114,7 @@ def with_lora(dropout: float) -> Any:
 
 def test_a_cache_that_does_not_bear_padding_is_left_out_aloud(caplog: pytest.LogCaptureFixture) -> None:
     """A model whose learned positions count padding: right by whole rows, and only by them."""
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.3}
+    sizes: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.3}
     policy = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes)).eval()
     forward = policy.forward
 
@@ -134,7 +134,12 @@ def test_a_cache_that_does_not_bear_padding_is_left_out_aloud(caplog: pytest.Log
 
 
 def test_a_model_that_sees_what_comes_after_is_refused_by_engine_and_trainer(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+    }
     bert = BertLMHeadModel(BertConfig(vocab_size=VOCABULARY, initializer_range=0.3, **sizes)).eval()
     with pytest.raises(
         ConfigError, match=r"^model\.path: the engine cannot serve .* generation without a cache differ"

@@ -145,7 +145,7 @@ def test_a_process_lost_too_often_ends_the_run_which_can_go_on(start: Callable[.
     run = tmp_path / "lost" / "run"
     process = start("lost", *SMALL, *NODES, "run.dir=run", "hardware.ray.max_failures=0")
     until((run / "checkpoints" / "checkpoint-1").is_dir, process)
-    workers()[0].parent().kill()  # type: ignore[union-attr]
+    workers()[0].parent().kill()
     _, err = finished(process, 1)
     assert "lost more often than hardware.ray.max_failures=0" in err
     assert err.splitlines()[-1] == "stopped; continue with: mmrl train resume=run"
@@ -203,7 +203,7 @@ def test_servers_of_a_run_that_are_killed_lose_no_call(start: Callable[..., Any]
         found = [one for one in psutil.process_iter(["cmdline"]) if str(program) in (one.info["cmdline"] or [])]
         assert len(found) == 2
         if name == "killed":
-            found[0].parent().kill()  # type: ignore[union-attr]
+            found[0].parent().kill()
         finished(process)
         runs.append(RunDir.read(folder / "run"))
     served, killed = ([comparable(record) for record in run.history()] for run in runs)

@@ -305,7 +305,7 @@ def test_what_is_wrong_is_an_exception_with_the_command_s_sentence(tmp_path: Pat
     wrong = refused(MMRL(metric, run_dir=folder, **{"train.stepps": 1, "algo.clip": -1}))
     assert "train.stepps: " in wrong and "algo.clip: " in wrong
     assert "got 'mmgrp', expected one of" in refused(MMRL(metric, algo="mmgrp", run_dir=folder))
-    few = {"train.batch_size": 2}
+    few: dict[str, Any] = {"train.batch_size": 2}
     assert "model.path: " in refused(MMRL(metric, model=str(tmp_path / "none"), run_dir=folder, **few))
     assert "task.inputs: given more than once" in refused(MMRL(metric, run_dir=folder, **{"task.inputs": 1}))
     assert "train.lr: got a object" in refused(MMRL(metric, run_dir=folder, **{"train.lr": object()}))

@@ -292,7 +292,7 @@ def test_more_requests_than_allowed_are_told_to_come_back_and_who_goes_away_is_f
 
     async def impatient(url: str, stream: bool) -> None:
         async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as asking:
-            async for _ in await asking.chat.completions.create(model="policy", messages=ASK, stream=stream):  # type: ignore[call-overload]
+            async for _ in await asking.chat.completions.create(model="policy", messages=ASK, stream=stream):
                 pass
 
     async def asked(url: str) -> None:

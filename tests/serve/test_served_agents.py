@@ -83,7 +83,7 @@ def test_text_of_anthropics_streams_comes_as_it_is_sampled_and_tokens_are_counte
     ):
         texts = [event.text for event in stream if event.type == "text"]
         message = stream.get_final_message()
-    assert "".join(texts) == message.content[0].text == "In Portugal, by the sea." and len(texts) > 3  # type: ignore[union-attr]
+    assert "".join(texts) == message.content[0].text == "In Portugal, by the sea." and len(texts) > 3
     (request,) = engine.requests
     assert message.usage.input_tokens == len(request.prompt_ids) and message.usage.output_tokens > 3
     assert message.stop_reason == "end_turn"

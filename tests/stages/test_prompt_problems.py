@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 from dataclasses import replace
+from typing import Any
 
 import dspy
 import pytest
@@ -87,7 +88,12 @@ def test_a_proposal_that_cannot_be_used_is_noted_and_changes_nothing(tmp_path, t
 def test_instructions_of_a_file_are_tried_and_no_model_writes_any(tmp_path, task):
     file = tmp_path / "instructions.yaml"
     file.write_text("classify.predict:\n- Do well, please.\n- Name the intent.\n")
-    options = {**MIPRO, "num_instruct_candidates": None, "max_bootstrapped_demos": 0, "max_labeled_demos": 0}
+    options: dict[str, Any] = {
+        **MIPRO,
+        "num_instruct_candidates": None,
+        "max_bootstrapped_demos": 0,
+        "max_labeled_demos": 0,
+    }
     result, _ = optimised(tmp_path / "run", task, **options, instructions=str(file))
     trials = lines(tmp_path / "run" / "prompts" / "trials.jsonl")
     tried = [trial["modules"]["classify.predict"]["instructions"] for trial in trials]

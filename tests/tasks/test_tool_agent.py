@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from mmrl.tasks.agents.tool_agent import read_command
 from tests.helpers.programs import EXAMPLE, make, play
 from tests.tasks.test_search_agent import turn_rewards
 
-ROOMY = {"max_observation": 4000, "max_completion": 9000, "max_tokens": 6000, "max_context": None}
+ROOMY: dict[str, Any] = {"max_observation": 4000, "max_completion": 9000, "max_tokens": 6000, "max_context": None}
 
 
 def command(query="river Lisbon", **changes):

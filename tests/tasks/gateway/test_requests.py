@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+from typing import Any
 
 import httpx
 import openai
@@ -15,7 +16,7 @@ from mmrl.store.forest import check_forest
 from tests.helpers.gateway import Scripted, agent_task, one, post, rolled_out, tokenizer
 
 ASK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where is Porto?"}]
-SEARCH = {
+SEARCH: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "search",
