@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 from statistics import NormalDist, fmean, stdev
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import pandas
 
@@ -107,7 +107,7 @@ class TableResult(SetResult):
 
     def finished(self, row: str, column: str) -> list[Evaluated]:
         """Return the evaluations of a cell that have ended with scores, by seed."""
-        return [run for run in self.started(row, column) if isinstance(run, Evaluated) and run.finished]
+        return cast("list[Evaluated]", super().finished(row, column))  # of `result_type`
 
     # --- values
 

@@ -170,10 +170,13 @@ def reference(forest: Forest, mode: str):
     return dict(groups)
 
 
+FILLED: dict[str, Any] = {"filler": "max"}
+
+
 @RANDOM
 @given(FORESTS, st.sampled_from(["fill", "truncate", "ragged"]))
 def test_groups_are_those_of_the_slow_reference(forest, mode):
-    result = credit(forest, padding_mode=mode, **({"filler": "max"} if mode == "fill" else {}))
+    result = credit(forest, padding_mode=mode, **(FILLED if mode == "fill" else {}))
     groups = {group.id: [(m.call.id, pytest.approx(m.reward.total)) for m in group.members] for group in result.groups}
     assert groups == reference(forest, mode)
 

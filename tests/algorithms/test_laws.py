@@ -251,7 +251,7 @@ def test_law_8_names_and_orders_carry_no_meaning(data, name):
     modules = {old: f"m{number}" for number, old in enumerate(forest.modules)}
     other = relabelled(forest, calls, modules, places.__getitem__)
     # Cyclic padding starts at the first rollout and fillers are drawn, so mmGRPO is compared without either.
-    options = {"padding_mode": "ragged"} if name == "mmgrpo" else {}
+    options: dict[str, Any] = {"padding_mode": "ragged"} if name == "mmgrpo" else {}
     assert_same(table(credit(forest, name, **options), call=calls.__getitem__), table(credit(other, name, **options)))
 
 
@@ -304,7 +304,8 @@ def lost_shares(forest, result, steps):
     st.sampled_from([*GROUPED, *CRITIC]),
 )
 def test_law_9_no_weights_beyond_one_whatever_fails_or_is_empty(forest, name):
-    result = credit(with_forks_at_the_root(forest), name, **({} if name in CRITIC else {"zero_variance": "keep"}))
+    options: dict[str, Any] = {} if name in CRITIC else {"zero_variance": "keep"}
+    result = credit(with_forks_at_the_root(forest), name, **options)
     assert math.fsum(w for entry in result.entries for w in entry.weights) <= 1 + TOLERANCE
     for entry in result.entries:
         tokens = forest.calls[entry.call].completion_tokens

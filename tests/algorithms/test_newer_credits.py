@@ -5,7 +5,7 @@ from collections import defaultdict
 from dataclasses import replace
 from difflib import SequenceMatcher
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -44,7 +44,7 @@ def scored(forest):
 
 
 ONE_CALL = chains(modules=("only",), linear=True)
-SPECIAL = {
+SPECIAL: dict[str, tuple[Any, str, dict[str, Any], dict[str, Any]]] = {
     "dr_mas with one call a rollout": (ONE_CALL, "dr_mas", {}, {}),
     "dr_mas with one call a rollout, unscaled": (ONE_CALL, "dr_mas", {"scale": False}, {"scale": False}),
     "tree_grpo with one leaf a tree": (chains(), "tree_grpo", {}, {}),
@@ -271,7 +271,7 @@ def test_gigpo_anchored_at_the_first_call_alone_is_grpo_after_it(forest):
     for call in list(forest.calls.values()):
         state = "start" if call.parent is None else call.id
         forest.calls[call.id] = replace(call, facts={"state": state}, module="agent")
-    grpo, found = (by_call(credit(forest, name, **more)) for name, more in (("grpo", {}), ("gigpo", {"gamma": 1.0})))
+    grpo, found = by_call(credit(forest, "grpo")), by_call(credit(forest, "gigpo", gamma=1.0))
     for call, entry in found.items():
         factor = 2 if forest.calls[call].parent is None else 1
         assert advantage(entry) == pytest.approx(factor * advantage(grpo[call]), abs=1e-9)
@@ -460,7 +460,7 @@ def test_igpo_normalises_turns_and_outcomes_and_adds_them_up_from_the_end(forest
     assert_same({call: expected[call] for call in found}, found)
 
 
-class Closed:
+class Closed(Any):
     """A task whose frame is token 9 and whose gold answers are single tokens."""
 
     def closing(self, example):
@@ -523,5 +523,5 @@ def test_gain_needs_a_task_that_can_be_closed_and_gold_answers():
     examples = [Example(id=name, inputs={}, metadata={"answers": golds}) for name, golds in (("a", []), ("b", ["5"]))]
     (problem,) = gold_problems(Closed(), examples)
     assert "1 of 2 training examples have no gold answer (the first: 'a')" in problem
-    (problem,) = gold_problems(SimpleNamespace(name="mine"), examples)
+    (problem,) = gold_problems(cast("Any", SimpleNamespace(name="mine")), examples)
     assert "task=mine has no `closing`" in problem

@@ -133,7 +133,7 @@ TURNS, REWARD, ROLLOUTS = 4, 0.5, 8
 TRUE_GRADIENT = REWARD * sum(turn * GOES_ON ** (turn - 1) for turn in range(1, 5)) * GOES_ON * (1 - GOES_ON)
 UNBIASED: dict[str, Any] = {"loss_mean": "constant", "loss_length": 1}
 PLAIN_PPO = {"whiten": "none", "gae_lambda": 1.0, "gamma": 1.0, "beta": 0.0}
-ESTIMATORS = {
+ESTIMATORS: dict[str, tuple[str, dict[str, Any]]] = {
     "grpo, leave_one_out": ("grpo", {"baseline": "leave_one_out", "scale": False}),
     "grpo, mean": ("grpo", {"scale": False}),
     "absorb, leave_one_out": ("mt_grpo_variable", {**PLAIN, "baseline": "leave_one_out"}),

@@ -50,7 +50,7 @@ class Engine(FakeEngine):
 def stage_of(engine, program, options=None, **task):
     """A weight stage around fakes, whose trainer has the log-probabilities of `Engine`."""
     options = options or {}
-    stage = rl_stage_of(config_of(options if "algo" in options else {**OPTIONS, **options}), engine)
+    stage: Any = rl_stage_of(config_of(options if "algo" in options else {**OPTIONS, **options}), engine)
     stage.task.program = program
     stage.task.tools = {"search": lambda query: [{"title": query}]}
     for name, value in task.items():

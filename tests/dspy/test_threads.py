@@ -7,6 +7,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
+from typing import Any
 
 import dspy
 import pytest
@@ -148,7 +149,7 @@ def in_a_pool(prediction):
 
 
 class Judged(FakeTask):
-    async def score(self, example, prediction, path, reward_set):
+    async def score(self, example, prediction, path, reward_set):  # type: ignore[override]  # awaited where it is async
         return Score(reward=float(await call_scorer(self.reward, prediction)))
 
 

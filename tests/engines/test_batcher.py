@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from mmrl.engines.embedded.pending import PendingRequest
 from mmrl.errors import EngineFailure
 
 
-class Counter:
+class Counter(Any):  # a decoder, to mypy
     """Takes `max_tokens` steps per row; a prompt holding 13 breaks the batch, 14 its prefill, 15 is slow."""
 
     def __init__(self, refills: bool = True, width: int = 100):

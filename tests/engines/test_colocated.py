@@ -85,7 +85,7 @@ class FakeVllm:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeVllm:
     made = FakeVllm()
-    contents = {
+    contents: dict[str, dict[str, Any]] = {
         "vllm": {"SamplingParams": SimpleNamespace},
         "vllm.inputs": {"TokensPrompt": dict},
         "vllm.distributed": {"cleanup_dist_env_and_memory": lambda: None},
@@ -205,12 +205,14 @@ def test_a_program_that_gives_up_frees_its_row(fake: FakeVllm, engine: VllmColoc
     engine.set_version(1)
 
 
-def test_failures_are_told_with_vllms_words_and_hang_nobody(fake: FakeVllm, engine: VllmColocatedEngine) -> None:
+def test_failures_are_told_with_vllms_words_and_hang_nobody(
+    fake: FakeVllm, engine: VllmColocatedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(EngineFailure, match="vLLM refused the request: ValueError: unlucky"):
         asyncio.run(one(engine, (13,)))
     fake.broken = True
     assert [str(failure) for failure in together(engine, 8, 8, 8)] == ["vLLM failed: RuntimeError: out of memory"] * 3
-    fake.collective_rpc = lambda *args, **kwargs: 1 / 0
+    monkeypatch.setattr(fake, "collective_rpc", lambda *args, **kwargs: 1 / 0)
     with pytest.raises(SyncFailure, match="policy version 2 was not taken by vLLM: ZeroDivisionError"):
         engine.set_version(2)
 

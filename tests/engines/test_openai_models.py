@@ -34,8 +34,9 @@ NO_TEMPERATURE = unsupported(
 SHORT = unsupported("Could not finish the message because max_tokens or model output limit was reached.")
 
 
-def chat_at(url: str, path: str = "engine.endpoint", **settings: Any) -> OpenAIChat:
-    return OpenAIChat(EndpointConfig(**{"url": url, "model": "big", "key_env": None, "attempts": 1} | settings), path)
+def chat_at(url: str, path: str = "engine.endpoint", **more: Any) -> OpenAIChat:
+    settings: dict[str, Any] = {"url": url, "model": "big", "key_env": None, "attempts": 1} | more
+    return OpenAIChat(EndpointConfig(**settings), path)
 
 
 def reasoning_model(seen: Seen) -> Scripted:

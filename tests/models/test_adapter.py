@@ -176,8 +176,7 @@ def test_adapters_that_fit_are_those_of_peft(tmp_path: Path) -> None:
 
 MIXTURES: dict[str, PreTrainedConfig] = {
     "qwen3_moe": Qwen3MoeConfig(
-        **{**SIZES, "num_hidden_layers": 3},
-        head_dim=8,
+        **{**SIZES, "num_hidden_layers": 3, "head_dim": 8},
         num_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=8,

@@ -34,7 +34,7 @@ from tests.helpers.trainer_cases import (
 CHECKED = ModelConfig(name="x", path="x")
 
 
-def engine(policy: Any, loop: str = "auto") -> TransformersEngine:
+def engine(policy: Any, loop: Any = "auto") -> TransformersEngine:
     """An engine that checks itself when it is built."""
     return TransformersEngine(
         policy, tokenizer(), TransformersConfig(loop=loop), EngineSetup(threads=1, weights=CHECKED)
@@ -213,7 +213,12 @@ def test_it_can_be_switched_off(tmp_path: Path) -> None:
 
 def longrope() -> Any:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+    }
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
     config = Phi3Config(
         vocab_size=VOCABULARY,

@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,10 @@ def test_a_process_and_a_node_that_are_killed_change_no_number(
     assert_equal(undisturbed, run)
 
 
+def has_more_steps(run: Path, done: int) -> bool:
+    return (run / "metrics.jsonl").is_file() and len(RunDir.read(run).history()) > done
+
+
 def test_a_signal_saves_and_the_run_goes_on_to_the_same_numbers(
     start: Callable[..., Any], undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -134,7 +139,7 @@ def test_a_signal_saves_and_the_run_goes_on_to_the_same_numbers(
     for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
         process = start("stopped", *([*SMALL, *NODES, "run.dir=run"] if code == 143 else ["resume=run"]))
         done = len(RunDir.read(run).history()) if code == 130 else 1
-        until(lambda done=done: (run / "metrics.jsonl").is_file() and len(RunDir.read(run).history()) > done, process)
+        until(partial(has_more_steps, run, done), process)
         process.send_signal(number)
         assert "continue with: mmrl train resume=run" in "".join(finished(process, code))
     finished(start("stopped", "resume=run"))

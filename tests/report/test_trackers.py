@@ -28,7 +28,7 @@ from tests.helpers.runs import forest
 class FakeConfig(dict):
     """`wandb.config`."""
 
-    def update(self, values, allow_val_change):
+    def update(self, values, allow_val_change):  # type: ignore[override]  # as wandb has it
         super().update(values)
 
 

@@ -118,7 +118,7 @@ def quiet_progress():
 
 def evaluations(rundir, task, engine, quiet, examples, settings=SETTINGS):
     """The evaluations of a run of two steps whose task and engine are fakes."""
-    collector = SimpleNamespace(
+    collector: Any = SimpleNamespace(
         log=StepLog(rundir=rundir, progress=quiet, trackers=quiet),
         config=SimpleNamespace(seed=0, eval=settings),
         reward_set="outcome",

@@ -236,6 +236,7 @@ def test_reward_options(tmp_path):
     ],
 )
 def test_retrieval_match(information, answer, normalized, case_insensitive):
+    match: Any
     for match, expected in (("normalized", normalized), ("case_insensitive", case_insensitive)):
         rules = SearchAgentConfig(name="search_agent", retrieval_match=match)
         turns = [SearchTurn(ASK, information), SearchTurn(RIGHT, None)]

@@ -71,7 +71,8 @@ def test_the_turn_reward_stands_where_the_first_turn_ends(task):
         rollouts=(rollout, copied(other)),
         modules=("agent",),
     )
-    algo = ALGO_SCHEMAS["mt_grpo"](name="mt_grpo", group_size=2, beta=0.0)
+    schema: Any = ALGO_SCHEMAS["mt_grpo"]
+    algo = schema(name="mt_grpo", group_size=2, beta=0.0)
     advantage = {e.call: e.advantages[0] for e in ALGORITHMS["mt_grpo"].credit(forest, algo, 0).entries}
     first, second = advantage["e/0#0"], advantage["e/0#4"]
     assert [advantage[f"e/0#{turn}"] for turn in range(5)] == pytest.approx([first, first, first, second, second])

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+from functools import partial
 from typing import Any
 
 import httpx
@@ -176,7 +177,7 @@ def test_a_reply_of_another_form_than_was_asked_for_does_not_parse_and_is_the_mo
         return json.loads(reply.choices[0].message.content)["b"]
 
     for text, present in (("no json", 0), ('{"a": 1}', 1)):
-        rollout, (call,) = one(agent_task(agent_of(work)), Scripted(lambda prompt, text=text: text))
+        rollout, (call,) = one(agent_task(agent_of(work)), Scripted(partial(lambda text, prompt: text, text)))
         assert (rollout.error, rollout.reward, call.ok) == ("parse", 0.0, False)
         assert (call.present_fields, call.expected_fields) == (present, 2)
     rollout, (call,) = one(agent_task(agent_of(work)), Scripted(lambda prompt: '{"a": 1, "b": "0"}'))
@@ -407,7 +408,7 @@ def test_more_requests_at_once_than_are_taken_are_asked_again_by_their_client(mo
 
 
 def test_a_reply_that_comes_as_its_client_leaves_waits_for_the_retry():
-    class Left:
+    class Left(Any):
         async def receive(self):
             return {"type": "http.disconnect"}
 

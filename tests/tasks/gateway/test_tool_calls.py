@@ -75,7 +75,7 @@ def of_responses_stream(text):
 
 
 ANTHROPIC_TOOL = {"name": "search", "input_schema": PARAMETERS}
-CLIENTS = {
+CLIENTS: dict[str, tuple[Any, Any, Any]] = {
     "chat/completions": ({"messages": [USER], "tools": [TOOL]}, of_chat, of_chat_stream),
     "messages": (
         {"messages": [USER], "tools": [ANTHROPIC_TOOL], "max_tokens": 500},
