@@ -169,7 +169,11 @@ def make_plan(config: RlRunConfig, request: PlanArguments) -> Plan:
 
 
 def _recorded(folder: str) -> Forest:
-    """Return the rollouts of a run's last step; raises `ConfigError`."""
+    """Return the rollouts of a run's last step.
+
+    Raises:
+        ConfigError: it has none, or cannot be read.
+    """
     try:
         run = RunDir.read(folder)
         return read_step(run, max(run.journal_steps(), default=1))[0]

@@ -74,7 +74,7 @@ class SetFigure:
 
     result: SetResult
     diagrams: Sequence[Diagram] = ()
-    """None: the main metric, the reward and what programs do."""
+    """Empty: the main metric, the reward and what programs do."""
     band: Literal["std", "range"] = "range"
     """Around the mean over seeds: a deviation, or all seeds."""
 
