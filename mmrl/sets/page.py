@@ -69,6 +69,7 @@ class Part:
     folded: bool = False
     """True: collapsed in a browser, left out in the terminal."""
     words: bool = False
+    """True: cells are texts, which a terminal breaks into lines."""
 
 
 # --- scores
