@@ -17,6 +17,7 @@ from mmrl.errors import DataError
 from mmrl.records import Example
 from mmrl.stages.information_gain import gold_problems, with_gains
 from tests.algorithms.test_laws import LAW, assert_same
+from tests.helpers import Fake
 from tests.helpers.forests import Grow, advantage, by_call, chains, credit, documented, forked, numbers, singles, turns
 
 TREES = st.one_of(forked(sampler="is"), forked(sampler="os"))
@@ -460,7 +461,7 @@ def test_igpo_normalises_turns_and_outcomes_and_adds_them_up_from_the_end(forest
     assert_same({call: expected[call] for call in found}, found)
 
 
-class Closed(Any):
+class Closed(Fake):
     """A task whose frame is token 9 and whose gold answers are single tokens."""
 
     def closing(self, example):

@@ -8,6 +8,7 @@ from mmrl.cli.configs import configured
 from mmrl.config.engines import VllmServerConfig
 from mmrl.config.rules import RUNS, TYPED
 from mmrl.run.build import reward_set
+from tests.helpers import Fake
 from tests.helpers.lines import refused
 
 AGENT, FOF, RR = "task=search_agent", "algo=mhgpo_fof", "algo=mhgpo_rr"
@@ -268,7 +269,7 @@ def test_turn_algorithms_need_a_reward_set_with_turn_rewards(algo):
 
 
 def test_reward_set_of_a_task_with_a_judge_alone():
-    class Judged(Any):
+    class Judged(Fake):
         reward_sets = ("outcome", "judge_turn")
 
     assert reward_set(Judged(), None, "mt_ppo") == "judge_turn"

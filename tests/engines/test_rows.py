@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,10 +12,11 @@ from transformers import GenerationConfig
 from mmrl.engines.base import Request, Sampling
 from mmrl.engines.embedded.batch_rows import Rules, eos_ids
 from mmrl.errors import EngineFailure, LengthFailure
+from tests.helpers import Fake
 from tests.helpers.engines import EOS, tokenizer
 
 
-class Bytes(Any):  # a tokenizer, to mypy
+class Bytes(Fake):
     """A byte-level tokenizer: ids 0-255 are bytes, 300 is a special token, 301+ are given multi-byte pieces."""
 
     eos_token_id = 256

@@ -102,7 +102,10 @@ def test_calls_of_the_kernel_cover_each_pair_once(
         assert torch.equal(seen, mask(tree).long()[list(queried)])
 
 
-class Layer(torch.nn.Module, Any):
+Module: Any = torch.nn.Module
+
+
+class Layer(Module):
     """What attention is told of the layer that calls it."""
 
     def __init__(self, layer_idx: int):

@@ -14,6 +14,7 @@ from mmrl.serve import front
 from mmrl.serve.front import Finished, Running
 from mmrl.serve.protocol import CompletionRequest, Refused
 from mmrl.store.forest import check_forest
+from tests.helpers import Fake
 from tests.helpers.gateway import Scripted, agent_task, one, post, rolled_out, tokenizer
 
 ASK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where is Porto?"}]
@@ -408,7 +409,7 @@ def test_more_requests_at_once_than_are_taken_are_asked_again_by_their_client(mo
 
 
 def test_a_reply_that_comes_as_its_client_leaves_waits_for_the_retry():
-    class Left(Any):
+    class Left(Fake):
         async def receive(self):
             return {"type": "http.disconnect"}
 
