@@ -145,7 +145,7 @@ def prompt_command(config: Any, algo: str, seed: int = 3, **options: Any) -> Pro
         task=config,
         model=MODEL,
         hardware=HardwareConfig(name="cpu"),
-        engine=TransformersConfig(),
+        engine=TransformersConfig(name="transformers"),
         eval=EvalConfig(parse_retries=0),
         run=RunConfig(),
         algo=PROMPT_SCHEMAS[algo](name=algo, **options),
