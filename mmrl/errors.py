@@ -273,7 +273,8 @@ def storage_error(error: Exception, path: object = None) -> StorageError | None:
         number = next((number for words, number in _TORCH_CANNOT_WRITE.items() if words in str(error)), 0)
         reason = os.strerror(number)
         if not number and file is not None and any(words in str(error) for words in _TORCH_SAYS_NO_REASON):
-            free = _free(Path(str(file)))
+            place = Path(str(file)).absolute()
+            free = shutil.disk_usage(next(folder for folder in (place, *place.parents) if folder.exists())).free
             number = errno.ENOSPC if free < 1e9 else errno.EIO  # a checkpoint that did not fit leaves some room
             reason = f"PyTorch could not write it, with {free / 1e9:.2f} GB free on its disk"
     # A full or failing disk always counts; other errors only if they name a file (a pipe or socket has none).
@@ -281,11 +282,6 @@ def storage_error(error: Exception, path: object = None) -> StorageError | None:
         return None
     remedy = "free some space there" if number in _ROOM else "see that a file can be read and written there"
     return StorageError(f"{'the output' if file is None else file}: {reason}; {remedy}, and run it again")
-
-
-def _free(path: Path) -> int:
-    """Return the free bytes of the disk of a path, which need not exist."""
-    return shutil.disk_usage(next(parent for parent in (path, *path.absolute().parents) if parent.exists())).free
 
 
 @contextmanager

@@ -122,10 +122,10 @@ class MMRL(Teleprompter):
             if not isinstance(algo, str):
                 return self._run_steps(given, algo, resume)
             if resume is not None:
-                _put_again(given, resume)
+                _register_again(given, resume)
                 return api.finished(resume, session.resume(resume))
             folder = {} if self.run_dir is None else {"run.dir": self.run_dir}
-            words = api.words_of(f"algo={algo}", *self._words(given, self._put(given)), **folder)
+            words = api.words_of(f"algo={algo}", *self._words(given, self._register(given)), **folder)
             return api.finished(*run.train(_composed(words)))
 
     def _run_steps(self, given: Mapping[str, Any], algos: Sequence[str], resume: Path | None) -> Path:
@@ -149,7 +149,7 @@ class MMRL(Teleprompter):
             raise ConfigError("algo: got [], expected the name of an algorithm, or several")
         labels = [f"{number}_{algo}" for number, algo in enumerate(algos, start=1)]
         begun = [] if resume is None else _begun(resume, labels)
-        names = [_put_again(given, path) for path in begun] or [self._put(given)]
+        names = [_register_again(given, path) for path in begun] or [self._register(given)]
         shared = self._words(given, names[0])
         read_line(shared)  # a key that is given twice
         steps = words_of_steps(shared, [*dict.fromkeys(algos)])
@@ -202,8 +202,8 @@ class MMRL(Teleprompter):
         print(f"\n{page().text()}\n\npage           {folder / 'set.html'}")
         return paths[-1]
 
-    def _put(self, given: Mapping[str, Any]) -> dict[str, str]:
-        """Put the objects under new names. Returns key of `task` -> name."""
+    def _register(self, given: Mapping[str, Any]) -> dict[str, str]:
+        """Register the objects under new names. Returns key of `task` -> name."""
         number = next(_NUMBERS)
         # a function's own name, or that of the object's class
         metric_name = re.sub(r"\W", "", getattr(self.metric, "__name__", type(self.metric).__name__))
@@ -239,8 +239,8 @@ def _composed(words: Sequence[str]) -> StageConfig:
     return config
 
 
-def _put_again(given: Mapping[str, Any], folder: Path) -> dict[str, str]:
-    """Put the objects where the config of a run that goes on finds them. Returns key of `task` -> name.
+def _register_again(given: Mapping[str, Any], folder: Path) -> dict[str, str]:
+    """Register the objects where the config of a run that goes on finds them. Returns key of `task` -> name.
 
     Raises:
         CheckpointError: it has no such objects, or was started with other examples.

@@ -220,7 +220,7 @@ def type_name(field: FieldInfo) -> str:
     text = str(field.annotation).replace("typing.", "")
     if isinstance(field.annotation, type):
         text = field.annotation.__name__
-    text = re.sub(r"mmrl\.config\.[\w.]+", lambda m: f"{{{', '.join(locate(m[0]).model_fields)}}}", text)
+    text = re.sub(r"mmrl\.config\.[\w.]+", _keys_of, text)
     text = re.sub(r"Optional\[(Literal\[.*?\])\]", r"\1 | None", text)
     text = re.sub(r"\bstr\b(?!')", "text", text)
     text = re.sub(r"Literal\[(.*?)\]", lambda m: m[1].replace("'", "").replace("True, False", "true, false"), text)
@@ -228,6 +228,13 @@ def type_name(field: FieldInfo) -> str:
     text = re.sub(r"tuple\[(.*), \.\.\.\]", r"list of \1", text)
     text = re.sub(r"dict\[text, float\]", "number per module", text)
     return text.replace(" | None", " or null").replace("|", "or")
+
+
+def _keys_of(section: re.Match[str]) -> str:
+    schema = locate(section[0])
+    assert isinstance(schema, type)
+    assert issubclass(schema, BaseModel)
+    return f"{{{', '.join(schema.model_fields)}}}"
 
 
 def filled(text: str, name: str, body: str, by: str = "docs") -> str:

@@ -171,7 +171,9 @@ def peer(part: Part, mine: Mine, rows: list[Row], few: list[Row], device: str, d
 
         model_config = ModelConfig(name="gpu_check", path="tiny", lora=part.lora)
         settings = Settings(train=None, algo=None, model=model_config, seed=0)  # type: ignore[arg-type]
-        model = peft.get_peft_model(model, settings.lora(model))
+        lora = settings.lora(model)
+        assert lora is not None
+        model = peft.get_peft_model(model, lora)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -185,7 +187,7 @@ def peer(part: Part, mine: Mine, rows: list[Row], few: list[Row], device: str, d
     found: dict[str, Any] = {"cosine_trl": cosine(mine.gradients, host(side.gradients().items()))}
     side.rows, side.steps = rows, len(rows) // part.micro
     side.trainer.args.gradient_accumulation_steps = side.trainer.current_gradient_accumulation_steps = side.steps
-    side.trainer.args.steps_per_generation = side.steps
+    side.trainer.args.steps_per_generation = side.steps  # type: ignore[attr-defined]  # of TRL's GRPOConfig
     side.trainer._step, side.trainer._buffered_inputs = 0, None
     found["trl_peak_bytes"] = peak_bytes(side.run)
     found["trl_seconds"] = min(once(side.run)[1] for _ in range(repeats))

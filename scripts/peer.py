@@ -83,7 +83,10 @@ class Peer:
         forest = asyncio.run(sample(env, [(example, independent(1)) for example in named], rewards))
         if replies.foreign:
             raise SystemExit("the program calls more than once, goes on in a context, or has stop strings")
-        return replies, [rollout.reward for rollout in forest.rollouts]
+        scored = [rollout.reward for rollout in forest.rollouts if rollout.reward is not None]
+        if len(scored) < len(named):
+            raise SystemExit("a rollout failed from outside, and has no reward")
+        return replies, scored
 
     def dataset(self) -> Dataset:
         """Return prompt and number of each example, in the order of the steps."""
@@ -107,7 +110,7 @@ class Clock(transformers.TrainerCallback):
         """Start the clock."""
         self.since = (time.perf_counter(), time.process_time())
 
-    def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Write the line."""
         if state.global_step % self.updates:
             return
@@ -144,13 +147,13 @@ def main(arguments: Sequence[str]) -> int:
     Path(folder).mkdir(parents=True)
     clock = Clock(Path(folder) / "steps.jsonl", algo.epochs)
 
-    def reward(**facts: Any) -> list[float]:
+    def reward(**facts: Any) -> list[float | None]:
         rewards = peer.reward(**facts)
         clock.rewards += rewards
-        return rewards
+        return [*rewards]
 
     # The optimizer's as in mmrl's own trainer; what TRL does itself here is set.
-    arguments = settings.arguments(Path(folder) / "trl", on_cpu=True, autocast=False, dense=True) | {
+    trl_settings = settings.arguments(Path(folder) / "trl", on_cpu=True, autocast=False, dense=True) | {
         "per_device_train_batch_size": micro,
         "gradient_accumulation_steps": rows // micro,
         "num_generations": algo.group_size,
@@ -174,7 +177,7 @@ def main(arguments: Sequence[str]) -> int:
         processing_class=tokenizer,
         peft_config=settings.lora(model),
         callbacks=[clock],
-        args=trl.GRPOConfig(**arguments),
+        args=trl.GRPOConfig(**trl_settings),
     )
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train()

@@ -43,7 +43,8 @@ def in_form(text: str, *names: str) -> bool:
 
 def answer_of(generated: str) -> str:
     """The text inside its last answer tags; nothing without any."""
-    return (re.findall(r"<answer>(.*?)</answer>", generated, re.S) or [""])[-1]
+    answers: list[str] = re.findall(r"<answer>(.*?)</answer>", generated, re.S)
+    return answers[-1] if answers else ""
 
 
 def is_right(generated: str, truths: list[str]) -> bool:

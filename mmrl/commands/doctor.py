@@ -1,7 +1,7 @@
 """`mmrl doctor`: problems of a run before it trains, each with the setting to change.
 
-A run is built by its own builders (`run.build`), in a folder that is removed; before a long run `mmrl train` looks in
-the same way (`run.checkup`).
+A run is built as `mmrl train` builds it (`run.kinds`), in a folder that is removed; before a long run `mmrl train`
+looks in the same way (`run.checkup`).
 """
 
 from __future__ import annotations

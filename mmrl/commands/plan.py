@@ -94,7 +94,7 @@ def planned(config: StageConfig, request: PlanArguments, *, as_json: bool) -> st
 
 
 def _counted(config: StageConfig) -> dict[str, int]:
-    """Count what a stage without credit does."""
+    """Count what a run does that is no reinforcement learning."""
     task = build_task(config.task, config.seed)
     if isinstance(config, SftRunConfig):
         refuse(sft_problems(config, task))
@@ -105,7 +105,7 @@ def _counted(config: StageConfig) -> dict[str, int]:
     counts = {"train_examples": train, "validation_examples": validation}
     # Without a number of trials it makes as many rollouts as its budget says (`algo.max_metric_calls`, ...).
     if trials := config.algo.expected_trials(len(task.program.modules), validation):
-        # An upper bound: rollouts of a candidate that was tried before come from the store.
+        # An upper bound: a candidate that comes twice is answered from the memo where it is greedy.
         counts |= {"trials": trials, "rollouts_at_most": trials * validation + train}
     return counts
 
@@ -169,7 +169,11 @@ def make_plan(config: RlRunConfig, request: PlanArguments) -> Plan:
 
 
 def _recorded(folder: str) -> Forest:
-    """Return the rollouts of a run's last step; raises `ConfigError`."""
+    """Return the rollouts of a run's last step.
+
+    Raises:
+        ConfigError: it has none, or cannot be read.
+    """
     try:
         run = RunDir.read(folder)
         return read_step(run, max(run.journal_steps(), default=1))[0]

@@ -35,7 +35,7 @@ _DRAWN = 0.002
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class CheckRow:
     """A row of the check: tokens that are given, and tokens whose log-probabilities are compared."""
 
     prompt_ids: tuple[int, ...]
@@ -75,9 +75,9 @@ class Way:
         return f"log-probabilities of {self.name} differ by {found:.2g} ({kind} {allowed:.2g} is rounding)"
 
 
-def probes(
+def check_rows(
     tokenizer: PreTrainedTokenizerBase, vocabulary: int, context: int | None, *, half: bool
-) -> tuple[Probe, Probe]:
+) -> tuple[CheckRow, CheckRow]:
     """Return two rows of unlike lengths that begin with the same tokens, of at most `context` tokens.
 
     Args:
@@ -90,12 +90,12 @@ def probes(
     ids *= -(-96 // len(ids))
     short, long = (24, 44) if half else (6, 12)
 
-    def probe(row: Sequence[int], count: int) -> Probe:
+    def divided(row: Sequence[int], count: int) -> CheckRow:
         row = row[:context]
         count = min(count, len(row) // 2)
-        return Probe(tuple(row[: len(row) - count]), tuple(row[len(row) - count :]))
+        return CheckRow(tuple(row[: len(row) - count]), tuple(row[len(row) - count :]))
 
-    return probe(ids[: 24 + short], short), probe([*ids[:8], *ids[9 : 37 + long]], long)
+    return divided(ids[: 24 + short], short), divided([*ids[:8], *ids[9 : 37 + long]], long)
 
 
 def logprobs_of(logits: torch.Tensor, ids: Sequence[int], temperature: float = 1.0) -> list[float]:
@@ -108,7 +108,7 @@ def logprobs_of(logits: torch.Tensor, ids: Sequence[int], temperature: float = 1
     return numbers
 
 
-def plain_logprobs(model: torch.nn.Module, rows: Sequence[Probe], temperature: float = 1.0) -> list[list[float]]:
+def plain_logprobs(model: torch.nn.Module, rows: Sequence[CheckRow], temperature: float = 1.0) -> list[list[float]]:
     """Compute the completions' log-probabilities by the model's forward of each row alone: no padding, no cache."""
     import torch
 
@@ -121,7 +121,7 @@ def plain_logprobs(model: torch.nn.Module, rows: Sequence[Probe], temperature: f
     return results
 
 
-def padding_noise(model: torch.nn.Module, rows: Sequence[Probe], plain: Sequence[Sequence[float]]) -> float:
+def padding_noise(model: torch.nn.Module, rows: Sequence[CheckRow], plain: Sequence[Sequence[float]]) -> float:
     """Return the median difference from `plain` when the rows are padded on the right to one length, in one forward."""
     import torch
 

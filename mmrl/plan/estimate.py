@@ -30,8 +30,8 @@ from mmrl.report.text import align
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluations:
-    """The evaluations of one training run."""
+class EvaluationLoad:
+    """Work of the evaluations of one training run."""
 
     times: int
     rollouts: int
@@ -101,7 +101,7 @@ class Plan:
         every, steps = self.config.eval.every, self.config.train.steps
         return 2 + ((steps - 1) // every if every else 0)
 
-    def evaluations(self) -> Evaluations | None:
+    def evaluations(self) -> EvaluationLoad | None:
         """Count the evaluations before, during and after training; None where their items or time are unknown."""
         if self.items is None:
             return None
@@ -111,7 +111,7 @@ class Plan:
             spent = evaluation_seconds(self.config, self.shape, self.rollout, rollouts, self.device, devices)
         except ConfigError:  # no room beside the weights: `warnings` says so
             return None
-        return Evaluations(times=self.evaluation_times, rollouts=rollouts, seconds=spent)
+        return EvaluationLoad(times=self.evaluation_times, rollouts=rollouts, seconds=spent)
 
     def hours(self) -> float:
         """Return the hours of the whole run, its evaluations included where they can be counted."""

@@ -101,7 +101,7 @@ def _curve_text(overview: Overview) -> str:
     return f"training {name}  {first} → {last} (best {best}{means})\n  {curve}"
 
 
-def alarm_text(alarms: Sequence[Alarm], width: int = 100) -> str:
+def alarm_text(alarms: Sequence[Alarm], width: int) -> str:
     """Render a paragraph per alarm; empty without alarms."""
     if not alarms:
         return ""

@@ -59,7 +59,7 @@ RETRIES = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """Rollouts that the doctor probe."""
+    """What the doctor judges: a few rollouts of a run before it trains, in numbers."""
 
     title: str
     examples: int

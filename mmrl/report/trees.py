@@ -264,7 +264,7 @@ def render_example(
     forest: Forest,
     entries: Sequence[EntryFields] | None,
     example: str,
-    width: int = 100,
+    width: int,
     texts: JsonObject | None = None,
 ) -> str:
     """Render the trees of one example as text.

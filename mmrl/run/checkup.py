@@ -46,11 +46,11 @@ def check_before_training(stage: RlStage, log: StepLog) -> None:
     config = stage.config
     if not log.processes.first(doctor_runs(config, log.rundir.path / FILE)):
         return
-    facts = examined(stage, EXAMPLES)
-    findings = find(facts)
+    probe = examined(stage, EXAMPLES)
+    findings = find(probe)
     if log.processes.main:
-        log.progress.note(f"before training (run.doctor=false leaves this out):\n{report(facts, findings)}")
-        atomic_write(log.rundir.path / FILE, dumps(as_object(facts, findings), indent=1) + "\n")
+        log.progress.note(f"before training (run.doctor=false leaves this out):\n{report(probe, findings)}")
+        atomic_write(log.rundir.path / FILE, dumps(as_object(probe, findings), indent=1) + "\n")
 
 
 def doctor_runs(config: RlRunConfig, findings: Path) -> bool:

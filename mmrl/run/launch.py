@@ -27,7 +27,7 @@ from mmrl.system.stop import of_this_thread
 from mmrl.tasks.base import Task
 
 JOB = "MMRL_JOB"
-"""Environment variable that hands a worker its job: the validated config as JSON, or the run to continue."""
+"""Environment variable that hands a worker its job as JSON: the settled config, the command, new or continued."""
 GRACE_S = 20.0
 """Seconds that the other processes have to end after one has died."""
 

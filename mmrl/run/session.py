@@ -263,7 +263,7 @@ def step_number(checkpoint: Path | None) -> int:
 def session(
     settled: Settled[StageConfig], rundir: RunDir, checkpoint: Path | None, processes: Processes = ALONE
 ) -> int:
-    """Build the stage, evaluate, improve, evaluate, report."""
+    """Build the stage, evaluate, improve, evaluate, report. Returns the exit code."""
     config = settled.config
     # Imported here: numpy and rich are slow to load, and a refused config should not wait for them.
     from mmrl.report.console import finish

@@ -117,7 +117,7 @@ def module_assignment(config: WeightRunConfig, modules: Sequence[str]) -> Module
 
 
 def _require_gpus(profile: str, training: int, serving: int) -> None:
-    """Raises `ConfigError` for GPUs that a hardware profile names and this machine does not have."""
+    """Raise `ConfigError` for GPUs that a hardware profile names and this machine does not have."""
     import torch
 
     if not torch.cuda.is_available():

@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from mmrl.config.base import Temperature
-from mmrl.records import EMPTY
 from mmrl.serve.json_schema import check_schema
 
 LARGEST_REQUEST = 4 * 2**20
@@ -292,7 +291,7 @@ def parse_request(schema: type[BodyT], body: bytes) -> BodyT:
 
 
 def parse_fields(
-    schema: type[BodyT], body: bytes, ignored: Sequence[str], neutral: Mapping[str, Sequence[object]] = EMPTY
+    schema: type[BodyT], body: bytes, ignored: Sequence[str], neutral: Mapping[str, Sequence[object]]
 ) -> BodyT:
     """Parse and check a body.
 

@@ -63,17 +63,13 @@ class _Thoughts(_Item):
     """Thoughts of a reply that is sent back; they are in its context already."""
 
 
-def _kind(item: Any) -> str | None:
-    return item.get("type", "message") if isinstance(item, dict) else None
-
-
 Item = Annotated[
     Annotated[_Message, Tag("message")]
     | Annotated[_Call, Tag("function_call")]
     | Annotated[_Output, Tag("function_call_output")]
     | Annotated[_Thoughts, Tag("reasoning")],
     Discriminator(
-        _kind,
+        lambda item: item.get("type", "message") if isinstance(item, dict) else None,
         custom_error_type="item",
         custom_error_message="expected an item of type message, function_call, function_call_output or reasoning",
     ),

@@ -276,7 +276,7 @@ class SetResult:
         """Return the started runs of a cell, by seed."""
         return self.read[0].get((row, column), [])
 
-    def finished(self, row: str, column: str) -> list[RunResult]:
+    def finished(self, row: str, column: str) -> Sequence[RunResult]:
         """Return the runs of a cell that have ended with scores, by seed."""
         return [scored for scored in self.started(row, column) if scored.finished]
 

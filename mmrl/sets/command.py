@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -161,13 +161,14 @@ def run_set(
     planner: Planner,
     seeds: Sequence[int],
     folder: Path,
-    page: Callable[[SetResult], SetPage] = SetPage,
+    page: Callable[[Any], SetPage] = SetPage,
 ) -> int:
     """Plan, run or show a set. Returns the exit code.
 
     Args:
         seeds: typed ones that select; none: the set's.
         folder: of its page.
+        page: of the planner's kind of result.
     """
     keys, spec = request.keys, planner.spec
     problems: list[str] = []

@@ -1,7 +1,7 @@
 """Figure of a set: metrics of its training runs by step, over seeds.
 
-`conf/set/NAME.yaml` says what is drawn (`Figure`). A set without scores has three diagrams for each column by default:
-the main metric, the reward and what its programs do.
+Three diagrams for each column: the main metric, the reward and what its programs do; or those that a paper's table
+names (`scripts/papers`).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class SetFigure:
 
     result: SetResult
     diagrams: Sequence[Diagram] = ()
-    """None: the main metric, the reward and what programs do."""
+    """Empty: the main metric, the reward and what programs do."""
     band: Literal["std", "range"] = "range"
     """Around the mean over seeds: a deviation, or all seeds."""
 

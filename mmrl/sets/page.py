@@ -6,10 +6,11 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean
+from typing import TypeVar
 
 import pandas
 
@@ -34,6 +35,7 @@ from mmrl.sets.figure import SetFigure
 from mmrl.sets.settings import difference_rows
 from mmrl.system.files import JsonObject, atomic_write, dumps
 
+ValueT = TypeVar("ValueT", bound=Value)
 WIDTH = 120
 """Columns of paragraphs in a terminal."""
 MARK = " *"
@@ -67,16 +69,17 @@ class Part:
     folded: bool = False
     """True: collapsed in a browser, left out in the terminal."""
     words: bool = False
+    """True: cells are texts, which a terminal breaks into lines."""
 
 
 # --- scores
 
 
-def grid(result: SetResult, format_value: Callable[[SetResult, Value], str]) -> Rows:
+def grid(rows: Sequence[str], values: Sequence[ValueT], format_value: Callable[[ValueT], str]) -> Rows:
     """Return a line per row, with a column per cell."""
-    by_row = {row: [value for value in result.values if value.row == row] for row in result.rows}
+    by_row = {row: [value for value in values if value.row == row] for row in rows}
     head = ["", *(value.label for value in next(iter(by_row.values()), []))]
-    return [head, *([row, *(format_value(result, value) for value in values)] for row, values in by_row.items())]
+    return [head, *([row, *map(format_value, of_row)] for row, of_row in by_row.items())]
 
 
 def number(result: SetResult, value: float | None, std: float | None = None) -> str:
@@ -312,7 +315,7 @@ class SetPage:
     def write(self, folder: Path) -> list[Path]:
         """Write `set.html`, `.md`, `.json`, `.csv`, `.tex` and a figure's files; returns their paths."""
         names, *cells = self.cells
-        places, *ours = grid(self.result, after_training)
+        places, *ours = grid(self.result.rows, self.result.values, partial(after_training, self.result))
         latex = pandas.DataFrame(ours, columns=places).to_latex(index=False, escape=True)
         head = "".join(f"% {name}: {text}\n" for name, text in self.result.head.items())
         files: dict[str, str | bytes] = {

@@ -6,7 +6,7 @@ overrides as on the command line. A row may start from the policy that another r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 from typing import Annotated, Literal, Self
 
@@ -49,14 +49,14 @@ class Layer(Section):
 class Base(Layer):
     """Words that several sets share: `conf/set/base/NAME.yaml`."""
 
-    algos: dict[str, Layer] = Field({}, description="words by algo=")
+    algos: Mapping[str, Layer] = Field({}, description="words by algo=")
 
 
 class Column(Layer):
     """A task, or other data, that rows are trained on."""
 
     rows: tuple[str, ...] = Field((), description="rows with a cell here; empty: all")
-    cells: dict[str, Layer] = Field({}, description="further words of one row here")
+    cells: Mapping[str, Layer] = Field({}, description="further words of one row here")
 
 
 class Row(Layer):
@@ -76,8 +76,8 @@ class SetSpec(Base):
     shows: str = Field(description="one line")
     base: Base = Field(Base(), description="name of a file of conf/set/base, whose words come first")
     seeds: tuple[int, ...] = Field((0, 1, 2), min_length=1, description="of rows that name none")
-    rows: dict[str, Row] = Field(min_length=1, description="in the page's order")
-    columns: dict[str, Column] = Field({"": Column()}, min_length=1)
+    rows: Mapping[str, Row] = Field(min_length=1, description="in the page's order")
+    columns: Mapping[str, Column] = Field({"": Column()}, min_length=1)
     notes: tuple[str, ...] = Field((), description="below the tables")
 
     @property

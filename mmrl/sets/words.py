@@ -90,8 +90,8 @@ def words_of(
     method, task = spec.rows[row], spec.columns[column]
     shared = [*said(spec.base), *said(spec)]
     column_words = [*said(task), *(said(task.cells[row]) if row in task.cells else ())]
-    # An evaluation has none.
     words_read = [*shared, *column_words, *said(method)]
+    # An evaluation has no `algo=`.
     algo = next((word.partition("=")[2] for word in reversed(words_read) if word.startswith("algo=")), "")
     algo_words = [word for base in (spec.base, spec) if algo in base.algos for word in said(base.algos[algo])]
     # The row's words come last, so that they override those of its algorithm.

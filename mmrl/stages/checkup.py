@@ -16,7 +16,7 @@ from mmrl.errors import MmrlError
 from mmrl.records import Call, Forest
 from mmrl.report.alarms import NEVER_FACTS
 from mmrl.report.doctor import Probe
-from mmrl.rollout.environment import Environment, Stopwatch
+from mmrl.rollout.environment import Stopwatch
 from mmrl.rollout.sample import sample
 from mmrl.stages.collect import batch_of, train_calls
 from mmrl.stages.rl import RlStage
@@ -66,6 +66,7 @@ def examine(stage: RlStage, count: int) -> tuple[Probe, Forest]:
         metrics["endpoint/retried"] = spent["endpoint/retries"] / requests
     if isinstance(task, Searching) and "train" in task.gold_shares:
         metrics["corpus/coverage"] = task.gold_shares["train"]
+    longest = stage.tokenizer.model_max_length
     return Probe(
         title=f"{config.algo.name} on {task.name} with {config.model.path} ({config.engine.name})",
         examples=len(examples),
@@ -76,14 +77,10 @@ def examine(stage: RlStage, count: int) -> tuple[Probe, Forest]:
         unpacked=_unpacked(stage, forest, credit),
         endpoints=bool(config.engine.endpoints),
         max_tokens=config.task.max_tokens,
-        max_context=_context(env, stage.tokenizer.model_max_length),
+        # A tokenizer that knows no limit has an absurd number.
+        max_context=env.settings.max_context or (longest if longest < 1 << 24 else None),
         max_failed_share=config.train.max_failed_share,
     ), forest
-
-
-def _context(env: Environment, longest: int) -> int | None:
-    """Return the limit on prompt + completion; a tokenizer that knows none has an absurd number."""
-    return env.settings.max_context or (longest if longest < 1 << 24 else None)
 
 
 def _timed(watch: Stopwatch, seconds: float, idle: float) -> dict[str, float]:

@@ -104,7 +104,7 @@ def _nothing(algo: SftConfig, task: Task) -> str:
     )
 
 
-def demonstrated(task: Task, algo: SftConfig, frozen: Sequence[str] = ()) -> Iterator[Supervised]:
+def demonstrated(task: Task, algo: SftConfig, frozen: Sequence[str]) -> Iterator[Supervised]:
     """Yield the demonstrations that a task makes of its train examples, one example after the other."""
     # It imports every task of the package, which a file or rollouts do not need.
     from mmrl.tasks.mini.teach import demonstrations

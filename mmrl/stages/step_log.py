@@ -1,6 +1,6 @@
 """Times and metrics of the step under way, and where the record of a finished step goes.
 
-Part of `stages`: `collect` and `weights` add to it, `evaluate` writes the record of the evaluation before training.
+Part of `stages`: every stage adds to it, `evaluate` writes the record of the evaluation before training.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class StepLog:
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics from sampling and credit."""
     started: float = 0.0
+    """Clock at the step's beginning."""
     prefetched: bool = False
     """True if steps are sampled while the one before trains, so that sampling costs them the wait for it alone."""
 

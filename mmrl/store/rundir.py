@@ -1,6 +1,6 @@
 """The run directory: one folder per run, owned by one process at a time, continued after a kill.
 
-Used by `run` and the commands that read runs. Layout:
+Written by `run`, read by all that shows, continues or starts from a run. Layout:
 
     config.yaml        resolved config            metrics.jsonl   one JSON object per step (two where it was evaluated
     environment.json   versions, machine, git,                    apart from training), keys as in docs/metrics.md
@@ -8,6 +8,7 @@ Used by `run` and the commands that read runs. Layout:
     journal/           every rollout and its      eval/           one line per item and evaluation
                        credit, a file per step    checkpoints/    the trainer's
     summary.json       before, after, verdict     report.html     for people
+    examples.jsonl     readable fields of examples
     run.lock           held while a process writes here
     segments.jsonl     a line per `train.steps=+N` beside `resume=`; absent otherwise
 """

@@ -16,7 +16,7 @@ import torch
 from mmrl.engines.embedded.batch_rows import HALF_TOLERANCE, TOLERANCE, difference
 from mmrl.engines.embedded.prefixes import common_prefix
 from mmrl.errors import ConfigError, MmrlError
-from mmrl.models.selfcheck import Way, drawn_adapters, evaluating, plain_logprobs, probes
+from mmrl.models.selfcheck import Way, check_rows, drawn_adapters, evaluating, plain_logprobs
 from mmrl.records import Call
 from mmrl.trainer.forwards import Forwards, module_names
 from mmrl.trainer.objective import TrainCall, active
@@ -53,7 +53,7 @@ def check_at_load(forwards: Forwards, tokenizer: PreTrainedTokenizerBase) -> lis
     model, half = forwards.policy, _is_half(forwards)
     settings = model.config.get_text_config()
     limit = getattr(settings, "max_position_embeddings", None)
-    rows = probes(tokenizer, settings.vocab_size, limit, half=half)
+    rows = check_rows(tokenizer, settings.vocab_size, limit, half=half)
     module = next(iter(forwards.adapters.by_module)) if forwards.adapters is not None else ""
     calls = [
         TrainCall(

@@ -22,7 +22,7 @@ import torch
 from datasets import Dataset
 from peft import PeftModel
 from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer  # type: ignore[attr-defined]
+from trl import GRPOConfig, GRPOTrainer
 from typing_extensions import override
 
 from mmrl.errors import CheckpointError, ConfigError, Stopped, SyncFailure, TooManyFailures
@@ -97,6 +97,8 @@ class MmrlTrainer(GRPOTrainer):
     Raises:
         ConfigError: settings that have no effect or cannot work, all at once.
     """
+
+    model: PreTrainedModel
 
     def __init__(
         self,

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from mmrl.config import ModelConfig
@@ -34,14 +35,17 @@ SPEEDUPS = {2: 1.9, 4: 3.7, 8: 7.0}
 OPTIONS = {"servers": "1,2,4,8", "latency_ms": "200", "rounds": "10"}
 
 
+def _command(index: int, latency_s: float, port: int) -> list[str]:
+    return [sys.executable, "-m", "scripts.bench.scripted_server", str(index), str(latency_s), str(port)]
+
+
 @contextmanager
 def fleet(servers: int, latency_s: float) -> Iterator[VllmServerEngine]:
     """An engine over scripted servers."""
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder, urls = Path(name), []
         for index in range(servers):
-            words = [sys.executable, "-m", "scripts.bench.scripted_server", str(index), str(latency_s)]
-            child = ChildProcess(lambda port, words=words: [*words, str(port)], log=folder / "log", timeout_s=60.0)
+            child = ChildProcess(partial(_command, index, latency_s), log=folder / "log", timeout_s=60.0)
             stack.callback(child.stop)
             child.start()
             urls.append(child.url)

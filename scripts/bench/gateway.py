@@ -57,16 +57,16 @@ async def _nothing(example: Any, base_url: str, api_key: str) -> None: ...
 
 def played(function: Callable[..., Awaitable[Any]], agents: int, direct: bool, tokenizer: Any) -> float:
     """Seconds of so many rollouts at once: of an agent, or of a program that calls `ctx.call` itself."""
-    names = {
+    names: dict[str, Any] = {
         "agent": register("bench_agent", _nothing if direct else function),
         "metric": register("bench_metric", lambda record, result: 1.0),
     }
     data = DataConfig(train=register("bench_rows", ROWS))
     config = AnyAgentConfig(name="agent", inputs=("question",), data=data, max_calls=10_000, **names)
-    task = TASKS["agent"](config, 0)
+    task: Any = TASKS["agent"](config, 0)
     if direct:
         task.program = FunctionProgram(function, ("agent",))
-        task.score = lambda *arguments: Score(reward=1.0)  # type: ignore[method-assign]
+        task.score = lambda *arguments: Score(reward=1.0)
     engine = Scripted((*encode_text(tokenizer, REPLY), tokenizer.eos_token_id))
     settings = SamplingSettings(temperature=1.0, top_p=1.0, top_k=0, parse_retries=0, max_tokens=64)
     env = make_environment(task, engine, tokenizer, settings, (0, 1))

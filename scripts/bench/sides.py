@@ -155,7 +155,7 @@ class Plain(Side):
                 ratio = torch.exp(logprobs[: len(mask)] - logprobs[: len(mask)].detach())
                 term = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
                 loss = loss - (term * mask).sum() / mask.sum() / len(self.rows)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
 
 
 class Ours(Side):

@@ -56,6 +56,10 @@ def reward(ids: Sequence[int]) -> float:
     return sum(token % 2 == 0 for token in ids) / len(ids)
 
 
+def _rewards(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float | None]:
+    return [reward(ids) for ids in completion_ids]
+
+
 def texts(prompts: Prompts, vocabulary: int) -> list[str]:
     """Prompts whose words are one token each."""
     dice = random.Random(0)
@@ -86,7 +90,7 @@ def trl_steps(size: str, prompts: Prompts, micro: int, steps: int) -> list[tuple
     with tempfile.TemporaryDirectory() as folder:
         trainer = trl.GRPOTrainer(
             model=make_model(size),
-            reward_funcs=lambda completion_ids, **_: [reward(ids) for ids in completion_ids],
+            reward_funcs=_rewards,
             args=trl_config(Path(folder), micro, rows, max_steps=steps, max_completion_length=prompts.completion),
             train_dataset=Dataset.from_dict({"prompt": texts(prompts, vocabulary)}),
             processing_class=tokenizer(vocabulary),

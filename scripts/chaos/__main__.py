@@ -9,7 +9,6 @@ folder stays in `work=`.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import json
 import pkgutil
@@ -21,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -50,13 +50,13 @@ def main(arguments: Sequence[str]) -> int:
     _import_all()
     shutil.rmtree(place.work, ignore_errors=True)
     place.work.mkdir(parents=True)
-    references = forked([lambda name=name: make_reference(place, name) for name in cases], place.work, jobs)
+    references = forked([partial(make_reference, place, name) for name in cases], place.work, jobs)
     if problems := [problem for reference in references for problem in reference.problems]:
         raise SystemExit("\n".join(problems))
     assert threading.active_count() == 1, threading.enumerate()
     print(f"{len(cases)} undisturbed runs in {time.monotonic() - started:.0f} s; {place.work}", flush=True)
     repeat = f"python -m scripts.chaos seed={seed} cases={','.join(cases)} kinds={','.join(kinds)} only="
-    trials = [lambda n=n: try_one(place, seed, n, cases, kinds) for n in numbers]
+    trials = [partial(try_one, place, seed, n, cases, kinds) for n in numbers]
     results = forked(trials, place.work, jobs, lambda result: _show(result, repeat))
     failed, spent = [result for result in results if result.problems], time.monotonic() - started
     print(f"\n{table(results)}")
@@ -89,7 +89,7 @@ def forked(
     while waiting or running:
         while waiting and len(running) < jobs:
             index, work = waiting.pop(0)
-            running[index] = Forked(functools.partial(_work, work, folder / f"{index}.json"))
+            running[index] = Forked(partial(_work, work, folder / f"{index}.json"))
         time.sleep(0.01)
         for index in [index for index, process in running.items() if process.poll() is not None]:
             code, file = running.pop(index).returncode, folder / f"{index}.json"
@@ -127,7 +127,7 @@ def table(results: Sequence[Result]) -> str:
         groups = frame.explode(column).groupby(column)
         part = groups[["trials", "struck", *outcomes]].sum().assign(seconds=groups["seconds"].mean().round(1))
         parts.append(part.rename(lambda name, title=title: f"{title} {name}".strip()))
-    return pd.concat(parts).to_string()
+    return str(pd.concat(parts).to_string())
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from mmrl.system.conf import later_wins
 from mmrl.tasks.mini.examples import FOLDER
@@ -44,10 +45,9 @@ class Case:
     marks: tuple[str, ...] = ()
 
 
-def _train(*words: str, share: float, stop: tuple[str, int] | None = ("collect", 3), **more: object) -> Case:
-    return Case(
-        words=("train", *later_wins([*SMALL, *words])), again=("train", f"resume={RUN}"), share=share, stop=stop, **more
-    )  # type: ignore[arg-type]
+def _train(*words: str, **fields: Any) -> Case:
+    fields = {"stop": ("collect", 3)} | fields
+    return Case(words=("train", *later_wins([*SMALL, *words])), again=("train", f"resume={RUN}"), **fields)
 
 
 BUILD = ("index", "build", f"corpus={FOLDER / 'documents.jsonl'}", f"index={RUN}")

@@ -174,7 +174,8 @@ def _children() -> list[psutil.Process]:
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-    return psutil.Process().children(recursive=True)
+    children: list[psutil.Process] = psutil.Process().children(recursive=True)
+    return children
 
 
 def _mmrl(words: Sequence[str], folder: Path, env: Mapping[str, str], hooks: Hooks, events: Path | None) -> int:

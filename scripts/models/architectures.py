@@ -289,7 +289,8 @@ def tiny_model(architecture: str, seed: int = 0) -> PreTrainedModel:
     torch.manual_seed(seed)
     model: PreTrainedModel = kind.from_config(config, dtype=torch.float32, attn_implementation="eager", **NO_CODE)
     stir(model, seed)
-    return model.eval()
+    model.eval()
+    return model
 
 
 @torch.no_grad()

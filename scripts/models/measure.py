@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import random
 import tempfile
 import traceback
@@ -101,7 +102,7 @@ def logprobs(model: Any, row: Row) -> torch.Tensor:
     ids = torch.tensor([prompt + completion])
     # A mask of ones: without any, a few families (Moshi) let tokens see what follows them.
     output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
-    logits = output.logits[0, len(prompt) - 1 : -1]
+    logits: torch.Tensor = output.logits[0, len(prompt) - 1 : -1]
     return logits.log_softmax(-1).gather(-1, torch.tensor(completion)[:, None])[:, 0]
 
 
@@ -278,7 +279,8 @@ def _relative(model: Any, plain: Any) -> float:
     assert found.keys() == expected.keys(), sorted(found.keys() ^ expected.keys())[:3]
     zero = torch.zeros(())
     pairs = [(zero if found[n] is None else found[n], zero if g is None else g) for n, g in expected.items()]
-    return float(sum((a - b).square().sum() for a, b in pairs) / sum(b.square().sum() for _, b in pairs)) ** 0.5
+    share = sum((a - b).square().sum() for a, b in pairs) / sum(b.square().sum() for _, b in pairs)
+    return math.sqrt(share)
 
 
 def _told(error: Exception) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from mmrl.report.stats import History, signed
 from mmrl.report.tables import Rows
 from mmrl.sets.cells import LEAST_SEEDS
-from mmrl.sets.figure import SetFigure
+from mmrl.sets.figure import Diagram, SetFigure
 from mmrl.sets.page import MARK, Part, SetPage, after_training, cell_facts, ends, grid, number
 from mmrl.system.files import JsonObject
 from scripts.papers.case import case_study
@@ -33,9 +33,10 @@ class TablePage(SetPage):
     def parts(self) -> list[Part]:
         """Tables below the head."""
         result = self.result
-        parts = [Part("Ours", grid(result, after_training))]
+        parts = [Part("Ours", grid(result.rows, result.values, partial(after_training, result)))]
         if any(value.paper is not None for value in result.values):
-            parts.append(Part("The paper", grid(result, lambda _, value: number(result, value.paper, value.paper_std))))
+            printed = grid(result.rows, result.values, lambda value: number(result, value.paper, value.paper_std))
+            parts.append(Part("The paper", printed))
         if result.verdicts:
             parts.append(Part("Claims", _claim_rows(result), CLAIMS))
         if (case := case_study(result)) is not None:
@@ -64,7 +65,8 @@ class TablePage(SetPage):
         """Curves of a figure; None without data."""
         if (declared := self.result.spec.figure) is None:
             return None
-        figure = TableFigure(self.result, declared.diagrams, declared.band)
+        diagrams = [Diagram(one.metric, one.label) for one in declared.diagrams]
+        figure = TableFigure(self.result, diagrams, declared.band)
         return figure if figure.files else None
 
     @property

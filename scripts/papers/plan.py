@@ -85,7 +85,7 @@ class TablePlanner(Planner):
             words=words,
             config=config,
             path=Path(),
-            after=after,
+            after=after,  # type: ignore[arg-type]  # a training, and `Self` asks for an evaluation
             checkpoint=method.checkpoint,
         )
         return self.placed(run, identity)

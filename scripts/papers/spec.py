@@ -6,10 +6,10 @@ alone: of the papers' setup, the mini world's, and so on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field
 
@@ -64,13 +64,13 @@ class Layer(Words):
 class Base(sets.Base, Layer):
     """Words that all tables of a paper share."""
 
-    algos: dict[str, Layer] = Field({}, description="words by algo=")
+    algos: Mapping[str, Layer] = Field({}, description="words by algo=")
 
 
 class Column(sets.Column, Layer):
     """What rows are evaluated on, and with words of training also what they are trained on."""
 
-    cells: dict[str, Layer] = Field({}, description="further words of one row here")
+    cells: Mapping[str, Layer] = Field({}, description="further words of one row here")
     items: int | None = Field(None, ge=1, description="evaluated by the paper")
 
 
@@ -122,8 +122,8 @@ class Table(sets.SetSpec, Base):
     """A table or figure of a paper."""
 
     base: Base = Field(Base(), description="name of a file of sets/base, whose words come first")
-    rows: dict[str, Row] = Field(min_length=1, description="in the page's order")
-    columns: dict[str, Column] = Field({"": Column()}, min_length=1)
+    rows: Mapping[str, Row] = Field(min_length=1, description="in the page's order")
+    columns: Mapping[str, Column] = Field({"": Column()}, min_length=1)
     scores: dict[str, str] = Field(min_length=1, description="metrics of `mmrl eval` by name")
     counts: tuple[str, ...] = Field((), description="scores that are no shares, so never per cent")
     order: Literal["columns", "scores"] = Field("columns", description="what the paper's table groups values by")
@@ -144,7 +144,7 @@ class Table(sets.SetSpec, Base):
     @property
     def scales(self) -> list[str]:
         """Scales that it has words for, its base's first."""
-        layers = [self.base]
+        layers: list[Layer] = [self.base]
         if "base" not in self.model_fields_set:
             layers = [self, *self.rows.values(), *self.columns.values()]
         scaled = {scale: [getattr(layer, scale) for layer in layers] for scale in SCALES}
@@ -184,8 +184,8 @@ class Table(sets.SetSpec, Base):
             yield from undeclared(f"claims.{n}.more", [claim.more], self.rows)
             yield from undeclared(f"claims.{n}.than", [claim.than], self.rows)
             yield from undeclared(f"claims.{n}.cells", claim.cells, [*cells, *self.means])
-        names = [*self.columns, *self.scores, *self.means]
-        twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
+        all_names = [*self.columns, *self.scores, *self.means]
+        twice = [name for name in dict.fromkeys(all_names) if all_names.count(name) > 1]
         yield from (f"columns, scores, means: {name} is the name of two of them" for name in twice)
 
     def row_problems(self) -> Iterator[str]:
@@ -208,7 +208,7 @@ def table_words(
     table: Table, row: str, column: str, scale: str, command: Command, overrides: Sequence[str] = ()
 ) -> list[str]:
     """Return the overrides of one run of a cell, as `words_of`; an evaluation has those that it can take."""
-    said: Callable[[Layer], Sequence[str]] = lambda layer: layer.words_at(scale, command)  # noqa: E731
+    said: Callable[[Any], Sequence[str]] = lambda layer: layer.words_at(scale, command)  # noqa: E731
     policy = [f"policy={table.rows[row].policy}"] if command == "eval" and table.rows[row].policy else []
     words = words_of(table, row, column, [*policy, *overrides], said)
     return [word for word in words if command == "train" or not is_below(word, TRAINING_ALONE)]

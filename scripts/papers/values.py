@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 from statistics import NormalDist, fmean, stdev
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import pandas
 
@@ -104,6 +104,10 @@ class TableResult(SetResult):
         where = f"set {self.name} (arXiv {self.spec.source.arxiv}, {self.spec.source.at}) at scale {self.scale}"
         line = f"{where}: {len(self.queue)} runs, {len(missing)} missing"
         return f"{line}\n\n{cost_text(self.spec, missing)}" if missing and self.scale != "mini" else line
+
+    def finished(self, row: str, column: str) -> list[Evaluated]:
+        """Return the evaluations of a cell that have ended with scores, by seed."""
+        return cast("list[Evaluated]", super().finished(row, column))  # of `result_type`
 
     # --- values
 
@@ -301,7 +305,7 @@ def _between_seeds(
         values = (first - second).dropna().to_numpy()
     if len(values) < 2:
         return len(values), None
-    half = student_t(len(values) - 1) * values.std(ddof=1) / len(values) ** 0.5
+    half = student_t(len(values) - 1) * float(values.std(ddof=1)) / len(values) ** 0.5
     return len(values), (float(values.mean() - half), float(values.mean() + half))
 
 
@@ -313,4 +317,4 @@ def student_t(freedom: int) -> float:
     # Fisher's expansion in 1/freedom, from here on right to four digits.
     z = NormalDist().inv_cdf(0.975)
     terms = ((z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
-    return z + sum(term / freedom**power for power, term in enumerate(terms, start=1))
+    return z + sum(term / float(freedom**power) for power, term in enumerate(terms, start=1))

@@ -45,7 +45,8 @@ def _either(example: Example, other: str, rng: random.Random) -> str:
 
 
 def _title(example: Example, rng: random.Random) -> str:
-    return rng.choice(list(example.metadata["titles"]))
+    titles: list[str] = example.metadata["titles"]
+    return rng.choice(titles)
 
 
 def _document_twice(completion: str, example: Example, rng: random.Random) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from typing import cast
 
 import torch
 from transformers import AddedToken, PreTrainedModel, PreTrainedTokenizerFast
@@ -96,7 +97,7 @@ def extend(
     tokenizer.add_tokens([AddedToken(phrase, normalized=False, special=False) for phrase in phrases])
     torch.manual_seed(seed)
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    rows = model.get_input_embeddings().weight
+    rows = cast("torch.nn.Embedding", model.get_input_embeddings()).weight
     with torch.no_grad():
         for number, ids in enumerate(parts, start=len(tokenizer) - len(phrases)):
             rows[number] = rows[ids].mean(0) + 0.02 * torch.randn(rows.shape[1])

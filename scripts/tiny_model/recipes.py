@@ -117,7 +117,7 @@ QA = Recipe(
     drill_tasks=("hotpotqa",),
     phases=(
         # Long enough that searching pays: who reads poorly does better by guessing, and that is then what is learnt.
-        Phase("play", 1400, 3e-3, "linear", 4, {DRILL: 0.2} | _SEARCH),
+        Phase("play", 1400, 3e-3, "linear", 4, {DRILL: 0.2, **_SEARCH}),
         Phase("habits", 80, 1e-3, "linear", 4, _SEARCH, habits=True),
     ),
 )
@@ -144,7 +144,7 @@ AGENT = Recipe(
     drill_tasks=("hotpotqa",),
     calls_tools=True,
     phases=(
-        Phase("play", 1200, 3e-3, "linear", 4, {DRILL: 0.2} | _AGENT),
+        Phase("play", 1200, 3e-3, "linear", 4, {DRILL: 0.2, **_AGENT}),
         Phase("habits", 80, 1e-3, "linear", 4, _AGENT, habits=True),
     ),
 )

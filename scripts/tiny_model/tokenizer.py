@@ -28,7 +28,8 @@ def load_or_train_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Byte-level BPE over documents and one in twenty demonstrations; any text can be encoded."""
     if (folder / "tokenizer.json").exists():
-        return PreTrainedTokenizerFast.from_pretrained(folder)
+        tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(folder)
+        return tokenizer
     texts = [text for seed in worlds for d in make_world(seed).documents for text in (d.title, d.text)]
     for demonstration in demonstrations[::20]:
         texts += [message["content"] for message in demonstration.messages] + [demonstration.completion]

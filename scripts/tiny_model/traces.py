@@ -37,7 +37,9 @@ def agent_task() -> AgentTask:
     """Build the task in the mini world whose files are in place; each example has its trace."""
     retriever = Bm25Retriever(mini_corpus())
     number = next(_NUMBERS)
-    rows = {split: register(f"traced_{number}_{split}", traced(split, retriever)) for split in ("train", "dev", "test")}
+    rows: dict[str, Any] = {
+        split: register(f"traced_{number}_{split}", traced(split, retriever)) for split in ("train", "dev", "test")
+    }
     names = {name: f"{planner_worker.__name__}:{name}" for name in ("run", "metric")}
     config = AnyAgentConfig(
         name="agent",
@@ -80,7 +82,8 @@ def _planner_worker(task: AgentTask, example: Example) -> list[Demonstration]:
     handed = ({"role": "assistant", "content": passed}, result('{"assistant": "Worker"}'))
     first = (worker, user, *(handed if trace["passed"] is not None else ()))
     turns = [(call("search", query=query), (result(text),)) for query, text in trace["searches"]]
-    histories = accumulate(turns, lambda before, turn: (*before, turn), initial=())
+    none: tuple[Any, ...] = ()
+    histories = accumulate(turns, lambda before, turn: (*before, turn), initial=none)
     completions = [*(turn for turn, _ in turns), trace["answers"][0]] if turns else []
     return [Demonstration(module="planner", messages=(planner, user), completion=plan)] + [
         Demonstration(module="worker", messages=first, completion=completion, history=history)
@@ -110,5 +113,6 @@ def system_messages() -> Sequence[Message]:
 
 def _with_tool(instructions: str, tool: dict[str, Any]) -> Message:
     asked = [[{"role": "system", "content": instructions}]]
-    (text,), _ = render_jinja_template(asked, tools=[tool], chat_template=CHAT_TEMPLATE)
+    rendered: Any = render_jinja_template(asked, tools=[tool], chat_template=CHAT_TEMPLATE)
+    (text,), _ = rendered
     return {"role": "system", "content": text.removeprefix("<|im_start|>system\n").removesuffix("<|im_end|>\n")}

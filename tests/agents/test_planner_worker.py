@@ -1,5 +1,6 @@
 """The planner and worker of docs/agents/planner_worker.py: by scripted replies, and trained with `tiny_agent`."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -58,9 +59,13 @@ def test_the_traces_that_tiny_agent_learns_have_the_ids_of_a_run(tokenizer):
     assert seen == {"none", "question", "queries"}
 
 
+def answer(reply, prompt):
+    return "" if "Plan the" in prompt else reply
+
+
 def test_a_call_of_no_tool_and_no_end_are_the_models_doing(tokenizer):
     for reply in (call("sing", song="x"), call("search", query="x")):
-        engine = Scripted(lambda prompt, reply=reply: "" if "Plan the" in prompt else reply, tokenizer)
+        engine = Scripted(partial(answer, reply), tokenizer)
         rollout, _ = one(of_two(), engine, examples=[QUESTION])
         assert (rollout.error, rollout.reward) == (None, 0.0), rollout.error_message
 

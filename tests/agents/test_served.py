@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,8 +32,8 @@ def planned(prompt):
 
 
 def played(agent, example, url):
-    result = agent(example, url, "none")
-    return asyncio.run(result) if inspect.isawaitable(result) else result
+    result: Any = agent(example, url, "none")
+    return asyncio.run(result) if inspect.iscoroutine(result) else result
 
 
 @pytest.mark.parametrize(

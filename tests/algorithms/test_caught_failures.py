@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -105,7 +106,7 @@ def test_its_penalty_counts_where_calls_have_penalties(name):
     grow = Grow(("A", "B"))
     for rollout, outcome in (("r0", 1.0), ("r1", 0.0)):
         path(grow, rollout, ["a", "B"], outcome)
-        fields = {"values": (0.0,), "logprobs": (-1.0,), "ref_logprobs": (-1.0,)}
+        fields: dict[str, Any] = {"values": (0.0,), "logprobs": (-1.0,), "ref_logprobs": (-1.0,)}
         for number in range(2):
             call = grow.calls[f"q/{rollout}#{number}"]
             grow.calls[call.id] = replace(call, penalty=0.0 if call.ok else -0.25, **fields)
@@ -169,10 +170,13 @@ def reference(forest: Forest, mode: str):
     return dict(groups)
 
 
+FILLED: dict[str, Any] = {"filler": "max"}
+
+
 @RANDOM
 @given(FORESTS, st.sampled_from(["fill", "truncate", "ragged"]))
 def test_groups_are_those_of_the_slow_reference(forest, mode):
-    result = credit(forest, padding_mode=mode, **({"filler": "max"} if mode == "fill" else {}))
+    result = credit(forest, padding_mode=mode, **(FILLED if mode == "fill" else {}))
     groups = {group.id: [(m.call.id, pytest.approx(m.reward.total)) for m in group.members] for group in result.groups}
     assert groups == reference(forest, mode)
 

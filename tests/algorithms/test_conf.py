@@ -1,6 +1,7 @@
 """conf/algo: one file per algorithm, valid, complete, and every option has an effect where it is offered."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -28,7 +29,7 @@ PAPER_FREE |= {
 def test_files_validate_and_spell_out_the_algorithms_own_options(name):
     text = (CONF / f"{name}.yaml").read_text(encoding="utf-8")
     assert text.startswith("# @package _global_\n# ")
-    raw = as_tuples(yaml.safe_load(text))
+    raw: Any = as_tuples(yaml.safe_load(text))
     algo = ALGO_SCHEMAS[name].model_validate(raw["algo"])
     assert algo.name == name
     TrainConfig.model_validate(raw["train"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -21,7 +22,7 @@ from tests.helpers.forests import MODULES, Grow, by_call, chains, credit, forked
 TOLERANCE = 1e-9
 LAW = settings(max_examples=60)
 
-SHARED = {"eps": 1e-4, "ddof": 1, "loss_mean": "seq"}
+SHARED: dict[str, Any] = {"eps": 1e-4, "ddof": 1, "loss_mean": "seq"}
 CRITIC = [name for name, algorithm in ALGORITHMS.items() if algorithm.needs_critic]
 # but for CCPO, whose rewards depend on outcomes of further rollouts
 GROUPED = [name for name in ALGORITHMS if name not in (*CRITIC, "ccpo")]
@@ -53,7 +54,7 @@ def advantages(result):
 
 
 ONCE = chains(modules=("only",), linear=True)
-RAGGED = SHARED | {"padding_mode": "ragged"}
+RAGGED: dict[str, Any] = SHARED | {"padding_mode": "ragged"}
 REDUCTIONS = {
     "1: mmGRPO on one module called once": (
         chains(modules=("only",), linear=True, rollouts=(2, 5), failures=False),
@@ -139,7 +140,7 @@ def test_law_5_equal_intermediate_rewards_give_grpos_advantage_on_every_turn(dat
 @LAW
 @given(chains(turn_rewards=st.just(0.0), critic=True), st.sampled_from([(1.0, 1.0), (0.9, 0.8)]))
 def test_law_6_mt_ppo_without_turn_rewards_is_ppo(forest, discount):
-    options = {"gamma": discount[0], "gae_lambda": discount[1], "beta": 0.1}
+    options: dict[str, Any] = {"gamma": discount[0], "gae_lambda": discount[1], "beta": 0.1}
     turns, outcome = (credit(forest, name, **options) for name in ("mt_ppo", "ppo"))
     assert len(turns.entries) == len(outcome.entries)
     for one, other in zip(turns.entries, outcome.entries, strict=True):
@@ -250,7 +251,7 @@ def test_law_8_names_and_orders_carry_no_meaning(data, name):
     modules = {old: f"m{number}" for number, old in enumerate(forest.modules)}
     other = relabelled(forest, calls, modules, places.__getitem__)
     # Cyclic padding starts at the first rollout and fillers are drawn, so mmGRPO is compared without either.
-    options = {"padding_mode": "ragged"} if name == "mmgrpo" else {}
+    options: dict[str, Any] = {"padding_mode": "ragged"} if name == "mmgrpo" else {}
     assert_same(table(credit(forest, name, **options), call=calls.__getitem__), table(credit(other, name, **options)))
 
 
@@ -303,7 +304,8 @@ def lost_shares(forest, result, steps):
     st.sampled_from([*GROUPED, *CRITIC]),
 )
 def test_law_9_no_weights_beyond_one_whatever_fails_or_is_empty(forest, name):
-    result = credit(with_forks_at_the_root(forest), name, **({} if name in CRITIC else {"zero_variance": "keep"}))
+    options: dict[str, Any] = {} if name in CRITIC else {"zero_variance": "keep"}
+    result = credit(with_forks_at_the_root(forest), name, **options)
     assert math.fsum(w for entry in result.entries for w in entry.weights) <= 1 + TOLERANCE
     for entry in result.entries:
         tokens = forest.calls[entry.call].completion_tokens

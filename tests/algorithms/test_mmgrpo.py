@@ -1,6 +1,7 @@
 """mmGRPO: padding, selection, failures, options; docs/mmgrpo.md has the worked groups, run by test_docs."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -13,7 +14,7 @@ from mmrl.rollout.plans import Tree
 from tests.helpers.forests import Grow, advantage, documented, singles, total_weight
 from tests.helpers.forests import credit as credit_by
 
-MAX = {"eps": 1e-4, "filler": "max"}
+MAX: dict[str, Any] = {"eps": 1e-4, "filler": "max"}
 PROGRAM = documented("program")
 """r0 calls A, B, B: 1.0. r1 A, B: 0.0. r2 A, B, B, B: 0.5. r3: A, and B, which fails with 1 of 2 fields."""
 

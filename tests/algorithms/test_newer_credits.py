@@ -5,6 +5,7 @@ from collections import defaultdict
 from dataclasses import replace
 from difflib import SequenceMatcher
 from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from mmrl.errors import DataError
 from mmrl.records import Example
 from mmrl.stages.information_gain import gold_problems, with_gains
 from tests.algorithms.test_laws import LAW, assert_same
+from tests.helpers import Fake
 from tests.helpers.forests import Grow, advantage, by_call, chains, credit, documented, forked, numbers, singles, turns
 
 TREES = st.one_of(forked(sampler="is"), forked(sampler="os"))
@@ -43,7 +45,7 @@ def scored(forest):
 
 
 ONE_CALL = chains(modules=("only",), linear=True)
-SPECIAL = {
+SPECIAL: dict[str, tuple[Any, str, dict[str, Any], dict[str, Any]]] = {
     "dr_mas with one call a rollout": (ONE_CALL, "dr_mas", {}, {}),
     "dr_mas with one call a rollout, unscaled": (ONE_CALL, "dr_mas", {"scale": False}, {"scale": False}),
     "tree_grpo with one leaf a tree": (chains(), "tree_grpo", {}, {}),
@@ -104,7 +106,7 @@ def test_dr_mas_with_equally_many_calls_differs_from_grpo_by_the_sample_deviatio
 def thinker(joint, alone):
     grow = Grow(("thinker", "solver"))
     for index, (reward, other) in enumerate(zip(joint, alone, strict=True)):
-        more = {} if other is None else {"counterfactuals": {"thinker": other}}
+        more: dict[str, Any] = {} if other is None else {"counterfactuals": {"thinker": other}}
         grow.chain(f"q/{index}", ("thinker", "solver"), reward, **more)
     return grow.forest
 
@@ -270,7 +272,7 @@ def test_gigpo_anchored_at_the_first_call_alone_is_grpo_after_it(forest):
     for call in list(forest.calls.values()):
         state = "start" if call.parent is None else call.id
         forest.calls[call.id] = replace(call, facts={"state": state}, module="agent")
-    grpo, found = (by_call(credit(forest, name, **more)) for name, more in (("grpo", {}), ("gigpo", {"gamma": 1.0})))
+    grpo, found = by_call(credit(forest, "grpo")), by_call(credit(forest, "gigpo", gamma=1.0))
     for call, entry in found.items():
         factor = 2 if forest.calls[call].parent is None else 1
         assert advantage(entry) == pytest.approx(factor * advantage(grpo[call]), abs=1e-9)
@@ -339,7 +341,7 @@ def test_tree_value_worked_example():
     forest = documented("trees")
     expected = {"0a": 0.333333, "0b": 1.5, "0c": -1.166667, "1a": 0.333333, "2a": -1.0}
     assert tree_values(forest) == pytest.approx(expected, abs=1e-6)
-    algo = {"aggregate": "tree_value", "penalties": False, "scale": False}
+    algo: dict[str, Any] = {"aggregate": "tree_value", "penalties": False, "scale": False}
     entries = by_call(credit(forest, "mhgpo_fof", **algo))
     assert {call: entry.reward for call, entry in entries.items()} == pytest.approx(expected, abs=1e-6)
 
@@ -426,7 +428,7 @@ def test_igpo_drops_an_example_only_where_neither_turns_nor_outcomes_differ(norm
 
 
 def test_igpo_apart_has_one_deviation_of_the_batch_for_turns_and_one_for_outcomes():
-    apart = {"normalise": "separate", "std_over": "batch", "eps": 0.0}
+    apart: dict[str, Any] = {"normalise": "separate", "std_over": "batch", "eps": 0.0}
     found = by_call(credit(turns((0.3, 1.0), (0.1, 0.0)), "igpo", **apart))
     assert [entry.std for entry in found.values()] == pytest.approx([0.02**0.5, 0.5**0.5] * 2)
 
@@ -459,7 +461,7 @@ def test_igpo_normalises_turns_and_outcomes_and_adds_them_up_from_the_end(forest
     assert_same({call: expected[call] for call in found}, found)
 
 
-class Closed:
+class Closed(Fake):
     """A task whose frame is token 9 and whose gold answers are single tokens."""
 
     def closing(self, example):
@@ -522,5 +524,5 @@ def test_gain_needs_a_task_that_can_be_closed_and_gold_answers():
     examples = [Example(id=name, inputs={}, metadata={"answers": golds}) for name, golds in (("a", []), ("b", ["5"]))]
     (problem,) = gold_problems(Closed(), examples)
     assert "1 of 2 training examples have no gold answer (the first: 'a')" in problem
-    (problem,) = gold_problems(SimpleNamespace(name="mine"), examples)
+    (problem,) = gold_problems(cast("Any", SimpleNamespace(name="mine")), examples)
     assert "task=mine has no `closing`" in problem

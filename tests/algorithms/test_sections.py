@@ -4,7 +4,8 @@ from typing import Any, Literal
 
 import pytest
 
-from mmrl.algorithms import ALGORITHMS, Algorithm, problems
+from mmrl.algorithms import ALGORITHMS, problems
+from mmrl.algorithms.base import Algorithm
 from mmrl.config import AlgoConfig
 from mmrl.credit.entries import Credit
 from mmrl.errors import ConfigError
@@ -26,7 +27,9 @@ def test_an_algorithm_with_the_section_of_another_is_refused(algorithm, takes, m
 
         name: Literal["mine"] = "mine"
 
-    class Mine(type(ALGORITHMS[algorithm])):
+    kind: Any = type(ALGORITHMS[algorithm])
+
+    class Mine(kind):
         def __init__(self):
             pass
 

@@ -6,6 +6,7 @@ import random
 import statistics
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +18,7 @@ from tests.helpers.forests import Grow, advantage, by_call, chains, numbers, tur
 from tests.helpers.forests import credit as credit_by
 
 TOLERANCE = 1e-9
-PLAIN = {"scale": False, "alpha": 1.0}
+PLAIN: dict[str, Any] = {"scale": False, "alpha": 1.0}
 
 
 credit = functools.partial(credit_by, name="mt_grpo_variable")
@@ -112,7 +113,7 @@ def slow(forest, *, alpha, turn_coef, scale, loo, eps=1e-6, ddof=1):
     st.booleans(),
 )
 def test_absorb_is_its_definition(forest, alpha, turn_coef, scale, loo):
-    options = {"alpha": alpha, "turn_coef": turn_coef, "scale": scale, "eps": 1e-6}
+    options: dict[str, Any] = {"alpha": alpha, "turn_coef": turn_coef, "scale": scale, "eps": 1e-6}
     entries = by_call(credit(forest, **options, baseline="leave_one_out" if loo else "mean"))
     expected = slow(forest, alpha=alpha, turn_coef=turn_coef, scale=scale, loo=loo)
     assert {name: entry.advantages[0] for name, entry in entries.items()} == pytest.approx(expected, abs=TOLERANCE)
@@ -130,9 +131,9 @@ def test_with_equal_lengths_and_all_rewards_present_absorb_is_zero(forest, scale
 GOES_ON = 1 / (1 + math.exp(-0.3))
 TURNS, REWARD, ROLLOUTS = 4, 0.5, 8
 TRUE_GRADIENT = REWARD * sum(turn * GOES_ON ** (turn - 1) for turn in range(1, 5)) * GOES_ON * (1 - GOES_ON)
-UNBIASED = {"loss_mean": "constant", "loss_length": 1}
+UNBIASED: dict[str, Any] = {"loss_mean": "constant", "loss_length": 1}
 PLAIN_PPO = {"whiten": "none", "gae_lambda": 1.0, "gamma": 1.0, "beta": 0.0}
-ESTIMATORS = {
+ESTIMATORS: dict[str, tuple[str, dict[str, Any]]] = {
     "grpo, leave_one_out": ("grpo", {"baseline": "leave_one_out", "scale": False}),
     "grpo, mean": ("grpo", {"scale": False}),
     "absorb, leave_one_out": ("mt_grpo_variable", {**PLAIN, "baseline": "leave_one_out"}),

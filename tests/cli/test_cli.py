@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
 import yaml
@@ -126,7 +127,7 @@ def test_help_of_a_command_is_its_own(command, output_of):
 
 
 def test_help_names_every_key_of_a_command_that_reads_its_own(output_of):
-    sections = {
+    sections: dict[str, Any] = {
         "show": ShowArguments,
         "export": ExportArguments,
         "index build": build_schema(["retriever=dense"]),

@@ -266,7 +266,7 @@ def test_an_interrupt_within_the_composition_is_one(monkeypatch, capsys):
         try:
             raise KeyboardInterrupt
         finally:
-            None.flags  # noqa: B018
+            None.flags  # type: ignore[attr-defined]  # noqa: B018
 
     monkeypatch.setattr("mmrl.cli.hydra.compose", interrupted)
     for words in (["--cfg", "job"], ["seed=1"]):

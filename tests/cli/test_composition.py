@@ -1,6 +1,7 @@
 """What a command line composes: shipped and own configs, sweeps, values that are refused together."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -45,7 +46,7 @@ def test_a_path_that_needs_quotes_is_shown_in_them() -> None:
 
 def test_names_in_yaml_registry_and_schema_are_the_same():
     assert sorted(ALGO_SCHEMAS) == sorted(ALGORITHMS) == sorted(algorithm.name for algorithm in ALGORITHMS.values())
-    raw = {name: composed("train", [f"algo={name}"]) for name in options("algo")}
+    raw: Any = {name: composed("train", [f"algo={name}"]) for name in options("algo")}
     assert sorted(raw) == sorted([*ALGO_SCHEMAS, *PROMPT_SCHEMAS, SFT])
     assert all(raw[name]["algo"]["name"] == name for name in raw)
 
@@ -74,7 +75,7 @@ def test_every_shipped_config_composes_and_validates(choice):
 
 def test_the_tiny_model_scales_every_algorithm_down():
     for algo in ALGO_SCHEMAS:
-        config = configured([f"algo={algo}", "model=tiny"])
+        config: Any = configured([f"algo={algo}", "model=tiny"])
         assert config.train.batch_size <= 64
         assert config.model.lora is None
 
@@ -93,11 +94,12 @@ def test_the_users_conf_folder_overlays_the_shipped_one(tmp_path, monkeypatch):
     (tmp_path / "conf/model/tiny.yaml").write_text(f"{top}model: {{name: tiny, path: tiny}}\ntrain: {{lr: 0.5}}\n")
     monkeypatch.chdir(tmp_path)
     assert "mine" in options("algo")
-    config = configured(["algo=mine"])
+    config: Any = configured(["algo=mine"])
     assert (config.algo.group_size, config.train.lr) == (7, 0.5)
     monkeypatch.chdir(Path(__file__).parents[1])
     assert "mine" not in options("algo")
-    assert configured([]).train.lr == 3e-4
+    config = configured([])
+    assert config.train.lr == 3e-4
     config = configured(["algo=mine"], str(tmp_path / "conf"))
     assert config.algo.group_size == 7
 
@@ -106,7 +108,7 @@ def test_tiny_stands_for_the_shipped_model_that_plays_the_task():
     found = validate(EvalRunConfig, composed("eval", ["task=papillon", "++policy=tiny"]))
     assert (found.policy, found.model.path) == ("tiny_dspy", "tiny_dspy")
     teachers = "algo.teachers=[{name: student}, {name: gpt, policy: tiny}]"
-    config = configured(["task=banking77", "algo=mmgrpo", teachers])
+    config: Any = configured(["task=banking77", "algo=mmgrpo", teachers])
     assert (config.model.name, config.model.path) == ("tiny", "tiny_dspy")
     assert [teacher.policy for teacher in config.algo.teachers] == [None, "tiny_dspy"]
     own = configured(["task=banking77", "model=hf", "model.path=some/folder"])

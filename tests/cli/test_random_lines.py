@@ -45,7 +45,7 @@ def test_the_check_itself_sees_what_is_wrong(monkeypatch, tmp_path):
 
     here = tmp_path / "x"
     assert "exit code 3" in does(lambda: 3)
-    assert "KeyError" in does(lambda: {}["x"])
+    assert "KeyError" in does(lambda: dict[str, int]()["x"])
     assert "not done after 0.2 s" in does(lambda: time.sleep(5))
     assert "without a word" in does(lambda: 2)
     assert does(lambda: print("Traceback (most recent call last):") or 0)

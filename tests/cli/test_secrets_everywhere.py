@@ -3,6 +3,7 @@
 import base64
 import gzip
 import html
+import itertools
 import json
 from urllib.parse import quote
 
@@ -15,6 +16,7 @@ from tests.helpers.servers import Scripted, chat_reply, serving
 
 KEY = "sk-Distinctive-0123456789-kEy"
 GATE = "gate/Pass+word=9876&distinct"
+ECHOES = itertools.count()
 SPELLINGS = {
     "plain": lambda value: value,
     "percent": lambda value: quote(value, safe=""),
@@ -145,7 +147,7 @@ def test_the_directory_of_a_training_run_has_references_and_a_resume_has_the_val
 
 def echoes(seen):
     """Replies of an endpoint that gives away what it was sent, each in another way; every third one is an answer."""
-    number = echoes.count = echoes.count + 1
+    number = next(ECHOES)
     names = list(SPELLINGS)
     told = " and ".join(SPELLINGS[names[number % len(names)]](value) for value in (KEY, GATE))
     kind = number % 6
@@ -164,8 +166,9 @@ def echoes(seen):
     return chat_reply(f"an answer with {told}", finish=told)
 
 
-def test_what_an_endpoint_gives_away_is_nowhere(tmp_path, capsys, caplog):
-    echoes.count = 4  # the first request asks whether the endpoint answers: it is answered
+def test_what_an_endpoint_gives_away_is_nowhere(tmp_path, capsys, caplog, monkeypatch):
+    # The first request asks whether the endpoint answers: it is answered.
+    monkeypatch.setitem(globals(), "ECHOES", itertools.count(5))
     with serving(echoes) as (url, server):
         words = ["eval", "engine=openai", "policy=big", "task=qa_direct", "split=dev", "task.data.dev_items=40"]
         words += [f"engine.endpoint.url={url}/${{oc.env:GATE}}", "engine.endpoint.key_env=MINE", "run.dir=eval"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import dataclass, replace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -86,7 +87,7 @@ def with_numbers(forest, critic):
 
 def trained(folder, *options):
     """A run directory with the journal of one step, and what the trainer was given."""
-    config = configured([*options, "train.batch_size=6"]).in_folder(str(folder))
+    config: Any = configured([*options, "train.batch_size=6"]).in_folder(str(folder))
     critic = ALGORITHMS[config.algo.name].needs_critic
     stage = rl_stage_of(config, FakeEngine(letters_of))
     stage.task, stage.examples = Turns(Agents()), POOL

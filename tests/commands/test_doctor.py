@@ -50,7 +50,7 @@ class Engine(FakeEngine):
 def stage_of(engine, program, options=None, **task):
     """A weight stage around fakes, whose trainer has the log-probabilities of `Engine`."""
     options = options or {}
-    stage = rl_stage_of(config_of(options if "algo" in options else {**OPTIONS, **options}), engine)
+    stage: Any = rl_stage_of(config_of(options if "algo" in options else {**OPTIONS, **options}), engine)
     stage.task.program = program
     stage.task.tools = {"search": lambda query: [{"title": query}]}
     for name, value in task.items():
@@ -99,7 +99,7 @@ def failing(error):
 
 MMGRPO = composed("train", ["algo=mmgrpo"])["algo"]
 REFUSED = {"engine.endpoints": {"a": {"url": "http://127.0.0.1:9/v1", "model": "m"}}}
-CASES = {
+CASES: dict[str, Any] = {
     "never_parses": ({"program": Searcher(words=unparsable)}, True, "task.prompts"),
     "seldom_parses": ({"program": Searcher(words=half_parsable), "reward": by_letter}, False, "task.prompts"),
     "cut": ({"engine": Engine(seeded_letter, finish="length")}, False, "task.max_tokens"),

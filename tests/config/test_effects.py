@@ -151,7 +151,7 @@ def sampled(config: Any, folder: Path) -> object:
     """Examples and replies of a first step; whether the second is under way then."""
     stage = rl_stage_of(config, FakeEngine(seeded_letter))
     with patch("mmrl.stages.collect.annotate", lambda forwards, forest: forest):
-        batch = stage.collect(1, lambda forest: None)  # type: ignore[arg-type, return-value]
+        batch = stage.collect(1, lambda forest: None)
         ahead = stage.prefetch.steps
         stage.prefetch.wait()
     return ahead, [example.id for example in batch.examples], sorted(c.text for c in batch.forest.calls.values())

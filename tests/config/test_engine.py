@@ -52,7 +52,7 @@ def test_several_servers_need_a_router(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_servers_share_the_gpus_equally() -> None:
     words = ("hardware=h100x8_split", "hardware.rollout_devices=4", "engine.replicas=3")
-    config = configured(words)
+    config: Any = configured(words)
     (problem,) = replica_problems(config.hardware, config.engine.replicas)
     assert problem == "engine.replicas: got 3, expected a divisor of 4, the GPUs that serve"
 

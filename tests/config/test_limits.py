@@ -1,6 +1,7 @@
 """Values that belong to one model: what `tiny` shortens, what the papers have, and what leaks into no other model."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -41,7 +42,7 @@ def test_limits_are_the_papers_and_the_tiny_model_shortens_them(task):
 
 @pytest.mark.parametrize(("model", "lora", "lr"), [("smollm2_135m", 16, 2e-4), ("smollm2_135m_full", None, 1e-5)])
 def test_a_small_real_model_has_a_profile_and_limits_of_its_own(model, lora, lr):
-    config = configured(["task=hotpotqa", f"model={model}"])
+    config: Any = configured(["task=hotpotqa", f"model={model}"])
     assert (config.model.lora.r if config.model.lora else None, config.train.lr) == (lora, lr)
     assert (config.task.max_tokens, config.task.retriever.top_k, config.task.retriever.snippet_words) == (64, 5, 40)
     evaluated = evaluation(f"model={model}", "task=hotpotqa")
@@ -65,6 +66,8 @@ def test_a_users_own_model_may_have_limits_too(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("algo", ["mhgpo_rr", "mmgrpo", "mt_ppo", "grpo"])
 def test_nothing_of_the_tiny_model_is_in_another_one(algo):
+    paper: Any
+    config: Any
     config, paper = (
         configured([f"algo={algo}", *words])
         for words in (("model=hf", "model.path=a/b"), ("model=llama31_8b_instruct",))

@@ -246,7 +246,7 @@ def run(words: str, folder: Path, places: Mapping[str, str]) -> set[Key]:
         typed = [word.replace(name, place) for word in typed]
     typed = later_wins([*SMALL, *(STEP if command in ("rl", "sft") else ()), *typed, f"run.dir={folder}"])
     line = read_line(typed, command_keys=("from",))
-    checked = Checked((eval_configs if command == "eval" else train_configs)(line)[0])
+    checked: Any = Checked((eval_configs if command == "eval" else train_configs)(line)[0])
     build._TASKS.clear()  # a task is built once for equal sections
     with reads() as seen:
         assert evaluate_policy(checked) if command == "eval" else begin(checked)[1] == 0
@@ -303,7 +303,7 @@ class Wider(TrainConfig):
 
 
 def test_the_tracker_finds_a_key_that_is_accepted_and_never_read(tmp_path: Path) -> None:
-    config = configured([*SMALL, *STEP, "algo=grpo", "task=qa_direct", f"run.dir={tmp_path / 'run'}"])
+    config: Any = configured([*SMALL, *STEP, "algo=grpo", "task=qa_direct", f"run.dir={tmp_path / 'run'}"])
     config = config.model_copy(update={"train": Wider.model_validate({**dict(config.train), "unheard": 2})})
     with reads() as seen:
         (checked,) = check_all([config])

@@ -1,15 +1,18 @@
 """What the user typed and has no effect is refused, with what to use instead; what has one is not."""
 
+from typing import Any
+
 import pytest
 
 from mmrl.cli.configs import configured
 from mmrl.config.engines import VllmServerConfig
 from mmrl.config.rules import RUNS, TYPED
-from mmrl.run import check as prepare
+from mmrl.run.build import reward_set
+from tests.helpers import Fake
 from tests.helpers.lines import refused
 
 AGENT, FOF, RR = "task=search_agent", "algo=mhgpo_fof", "algo=mhgpo_rr"
-CASES = [
+CASES: list[Any] = [
     ("eval.top_p=0.9", [], "set eval.temperature", ["eval.temperature=0.6"]),
     ("eval.top_k=20", [], "set eval.temperature", ["eval.temperature=0.6"]),
     ("eval.samples=4", [], "set eval.temperature", ["eval.temperature=0.6"]),
@@ -266,10 +269,10 @@ def test_turn_algorithms_need_a_reward_set_with_turn_rewards(algo):
 
 
 def test_reward_set_of_a_task_with_a_judge_alone():
-    class Judged:
+    class Judged(Fake):
         reward_sets = ("outcome", "judge_turn")
 
-    assert prepare.reward_set(Judged(), None, "mt_ppo") == "judge_turn"
+    assert reward_set(Judged(), None, "mt_ppo") == "judge_turn"
 
 
 @pytest.mark.parametrize(
@@ -297,4 +300,5 @@ def test_a_penalty_that_is_passed_on_has_an_effect_where_its_module_is_frozen():
 
 def test_the_word_true_may_be_typed_as_it_is():
     arguments = ["algo=mmgrpo", "task=hover", "algo.padding_mode=ragged", "algo.failing_index=true"]
-    assert configured(arguments).algo.failing_index == "true" and refused(*arguments) == []
+    algo: Any = configured(arguments).algo
+    assert algo.failing_index == "true" and refused(*arguments) == []

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -81,8 +82,9 @@ def test_unknown_modules_and_wrong_factors_are_named(name):
 
 @pytest.mark.parametrize("key", ["advantage_scale", "penalty_scale"])
 def test_factors_from_zero_to_the_largest_are_taken_and_what_is_beyond_refused(key):
+    schema: Any = ALGO_SCHEMAS["mhgpo_fof"]
     zero, largest, beyond = (
-        problems(ALGO_SCHEMAS["mhgpo_fof"](name="mhgpo_fof", **{key: {"answerer": factor}}), MODULES, ("outcome",))
+        problems(schema(name="mhgpo_fof", **{key: {"answerer": factor}}), MODULES, ("outcome",))
         for factor in (0.0, 1e30, 1.1e30)
     )
     assert zero == largest == []
@@ -91,8 +93,9 @@ def test_factors_from_zero_to_the_largest_are_taken_and_what_is_beyond_refused(k
 
 def test_a_factor_of_advantages_that_nothing_takes_is_refused():
     """A penalty is passed on to the calls before (`propagate=full`), so its factor is another matter."""
+    schema: Any = ALGO_SCHEMAS["mhgpo_fof"]
     for out in ({"freeze_modules": ("rewriter",)}, {"train_modules": ("answerer",)}):
-        algo = ALGO_SCHEMAS["mhgpo_fof"](
+        algo = schema(
             name="mhgpo_fof",
             advantage_scale={"rewriter": 2.0, "answerer": 3.0},
             penalty_scale={"rewriter": 2.0, "answerer": 3.0},

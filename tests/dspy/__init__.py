@@ -86,7 +86,7 @@ class Scripted(FakeEngine):
     async def generate(self, request: Request) -> Completion:
         self.requests.append(request)
         await asyncio.sleep(0)
-        call_id, _ = request.order
+        call_id = str(request.order[0])
         path, _, number = call_id.removeprefix("q/").rpartition("#")
         replies = self.case.good if path.split(".")[0] == "0" else self.case.bad
         reply = replies[int(number)]

@@ -63,7 +63,7 @@ HISTORY = dspy.History(messages=[{"question": "Capital of France?", "answer": "P
 def simple(name: str, signature: Any, good: Reply, bad: Reply, inputs: Any = None, **more: Any) -> Works:
     """A single predictor with a right and a wrong reply; of its inputs those that are no text are given."""
     texts = dict.fromkeys(dspy.ensure_signature(signature).input_fields, "a text")
-    usual = {"make": lambda: dspy.Predict(signature), "calls": {"self": 1}}
+    usual: dict[str, Any] = {"make": lambda: dspy.Predict(signature), "calls": {"self": 1}}
     return Works(name=name, good=[good], bad=[bad], inputs=texts | (inputs or {}), **(usual | more))
 
 

@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from typing import Any
 
 import dspy
 import pytest
@@ -67,7 +68,7 @@ def answer(request):
 
 def size_of(text):
     """Characters, which are the fakes' tokens, of the prompt that asks for an answer to `text`."""
-    program = with_program(FakeTask(Shortens())).program
+    program: Any = with_program(FakeTask(Shortens())).program
     shown = program.demonstration("answer", {"text": text}, {"answer": "x"})
     return len(letters("|".join(m["content"] for m in shown.messages)))
 
@@ -213,7 +214,7 @@ def by_hand(name, **arguments):
     return [{"outputs": {"tool_calls": [{"name": name, "args": arguments}]}}]
 
 
-ENDS = {
+ENDS: dict[str, tuple[Any, Any, str, str]] = {
     "ReActV2 without a submit": (V2, [LOOK, LOOK], "limit", "no submit call"),
     "ReActV2 with a submit that lacks a field": (V2, [LOOK, calls(("submit", {}))], "limit", "submit failed"),
     "ReActV2 that calls nothing": (V2, [calls(), calls()], "limit", "no submit call"),
@@ -245,7 +246,8 @@ def test_what_the_model_did_has_the_failure_score_and_what_others_did_has_none(c
     make, replies, error, message = ENDS[case]
     task = with_program(FakeTask(make(), failure_score=-0.25))
     texts = iter(replies)
-    engine = FakeEngine(lambda request: task.program.written(request.module, next(texts)))
+    program: Any = task.program
+    engine = FakeEngine(lambda request: program.written(request.module, next(texts)))
     (rollout,) = forest_of(environment(task, engine), [Example(id="q", inputs={"question": "?"})]).rollouts
     assert (rollout.error, rollout.reward) == (error, None if error == "program" else -0.25)
     assert message in rollout.error_message and next(texts, None) is None

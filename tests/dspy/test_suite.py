@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from typing import Any
 
 import dspy
 import pytest
@@ -67,7 +68,8 @@ def test_a_fork_at_its_last_call_replays_all_others(case):
 @pytest.mark.parametrize("case", [case for case in REFUSED if case.runs], ids=lambda case: case.name)
 def test_what_only_a_run_shows_fails_its_rollouts_with_a_sentence(case):
     task = with_program(FakeTask(case.make()))
-    engine = FakeEngine(lambda request: task.program.written(request.module, {"draft": "x", "answer": "x"}))
+    program: Any = task.program
+    engine = FakeEngine(lambda request: program.written(request.module, {"draft": "x", "answer": "x"}))
     (rollout,) = forest_of(environment(task, engine), [Example(id="q", inputs={"question": "x"})]).rollouts
     assert (rollout.error, rollout.reward) == ("program", None)
     assert case.sentence in rollout.error_message

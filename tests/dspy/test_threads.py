@@ -148,7 +148,7 @@ def in_a_pool(prediction):
 
 
 class Judged(FakeTask):
-    async def score(self, example, prediction, path, reward_set):
+    async def score(self, example, prediction, path, reward_set):  # type: ignore[override]  # awaited where it is async
         return Score(reward=float(await call_scorer(self.reward, prediction)))
 
 

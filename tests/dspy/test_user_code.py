@@ -6,7 +6,7 @@ import pytest
 
 from mmrl.config import DataConfig
 from mmrl.config.tasks import PluginTaskConfig
-from mmrl.errors import OWN_CODE, failure_summary
+from mmrl.errors import OWN_CODE, ProgramFailure, failure_summary
 from mmrl.rollout import with_program
 from mmrl.rollout.plans import fork_on
 from mmrl.system import user_code
@@ -115,7 +115,7 @@ def test_a_traceback_is_bounded():
 
     with pytest.raises(ValueError, match="x") as caught:
         deep(60)
-    failure = user_code.user_failure(user_code.ProgramFailure, caught.value)
+    failure = user_code.user_failure(ProgramFailure, caught.value)
     assert len(failure.traceback) <= user_code.MOST_CHARACTERS + 4
 
 

@@ -15,9 +15,10 @@ from mmrl.engines.base import Completion, Request, Sampling
 from mmrl.engines.embedded.batcher import Batcher
 from mmrl.engines.embedded.pending import PendingRequest
 from mmrl.errors import EngineFailure
+from tests.helpers import Fake
 
 
-class Counter:
+class Counter(Fake):
     """Takes `max_tokens` steps per row; a prompt holding 13 breaks the batch, 14 its prefill, 15 is slow."""
 
     def __init__(self, refills: bool = True, width: int = 100):

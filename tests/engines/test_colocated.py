@@ -85,7 +85,7 @@ class FakeVllm:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeVllm:
     made = FakeVllm()
-    contents = {
+    contents: dict[str, dict[str, Any]] = {
         "vllm": {"SamplingParams": SimpleNamespace},
         "vllm.inputs": {"TokensPrompt": dict},
         "vllm.distributed": {"cleanup_dist_env_and_memory": lambda: None},
@@ -199,18 +199,20 @@ def test_a_program_that_gives_up_frees_its_row(fake: FakeVllm, engine: VllmColoc
             await asyncio.sleep(0.01)
 
     slow = fake.step
-    fake.step = lambda: asyncio.run(asyncio.sleep(0.005)) or slow()  # type: ignore[method-assign, func-returns-value]
+    fake.step = lambda: asyncio.run(asyncio.sleep(0.005)) or slow()
     asyncio.run(give_up())
     assert fake.live == {}
     engine.set_version(1)
 
 
-def test_failures_are_told_with_vllms_words_and_hang_nobody(fake: FakeVllm, engine: VllmColocatedEngine) -> None:
+def test_failures_are_told_with_vllms_words_and_hang_nobody(
+    fake: FakeVllm, engine: VllmColocatedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(EngineFailure, match="vLLM refused the request: ValueError: unlucky"):
         asyncio.run(one(engine, (13,)))
     fake.broken = True
     assert [str(failure) for failure in together(engine, 8, 8, 8)] == ["vLLM failed: RuntimeError: out of memory"] * 3
-    fake.collective_rpc = lambda *args, **kwargs: 1 / 0  # type: ignore[method-assign]
+    monkeypatch.setattr(fake, "collective_rpc", lambda *args, **kwargs: 1 / 0)
     with pytest.raises(SyncFailure, match="policy version 2 was not taken by vLLM: ZeroDivisionError"):
         engine.set_version(2)
 
@@ -228,7 +230,7 @@ def test_a_reply_that_cannot_be_read_fails_its_call_and_no_other(fake: FakeVllm,
                 output.outputs[0].logprobs = [row for _ in output.outputs[0].token_ids]
         return made
 
-    fake.step = step  # type: ignore[method-assign]
+    fake.step = step
     first, second, third = together(engine, 1, 2, 3)
     assert isinstance(first, EngineFailure) and "log-probability of nan" in str(first)
     assert isinstance(second, EngineFailure) and "KeyError" in str(second)
@@ -249,7 +251,7 @@ def test_calls_that_were_given_up_are_gone_before_weights_change_or_vllm_sleeps(
         stepping.clear()
         return plain()
 
-    fake.step = slow  # type: ignore[method-assign]
+    fake.step = slow
 
     async def give_up() -> None:
         with pytest.raises(TimeoutError):

@@ -34,7 +34,7 @@ from mmrl.engines.embedded.transformers_engine import TransformersEngine
 from mmrl.errors import ConfigError
 from tests.helpers.engines import VOCABULARY, generate, model, request, tokenizer
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -63,7 +63,7 @@ def adapted(policy: Any, *targets: str, **settings: Any) -> Any:
 
 ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
 ROPE |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-BIASED = {**SMALL, "attention_bias": True, "mlp_bias": True, "rope_parameters": ROPE}
+BIASED: dict[str, Any] = {**SMALL, "attention_bias": True, "mlp_bias": True, "rope_parameters": ROPE}
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL)),
     "llama3-bias": lambda: LlamaForCausalLM(LlamaConfig(**BIASED)),
@@ -416,8 +416,8 @@ def test_threads_follow_from_shapes_and_are_put_back(parameters: int, expected: 
     used: set[int] = set()
     loop = served.decoder.loops[""]
     step, prefill = loop.step, loop.prefill
-    loop.step = lambda tokens: (used.add(torch.get_num_threads()), step(tokens))[1]  # type: ignore[method-assign]
-    loop.prefill = lambda rows: (used.add(torch.get_num_threads()), prefill(rows))[1]  # type: ignore[method-assign]
+    loop.step = lambda tokens: (used.add(torch.get_num_threads()), step(tokens))[1]
+    loop.prefill = lambda rows: (used.add(torch.get_num_threads()), prefill(rows))[1]
     generate(served, [request([5, 6], 0)])
     assert used == expected
     assert torch.get_num_threads() == 1

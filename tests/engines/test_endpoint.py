@@ -4,6 +4,7 @@ import asyncio
 import time
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -95,7 +96,7 @@ def test_the_engines_endpoint_has_all_its_settings():
     asked = {"url": "http://h/v1", "key_env": None, "organization": "o", "project": "p", "timeout_s": 1.0}
     paced = {"attempts": 2, "max_wait_s": 3.0, "concurrency": 4, "requests_per_minute": 5.0, "omit": ("seed",)}
     sent = {"max_tokens_field": "max_tokens", "extra_body": {"a": 1}, "extra_headers": {"X": "y"}, "reasoning": "cut"}
-    others = {**asked, **paced, **sent, "price_in": 1.0, "price_cached": 2.0, "price_out": 3.0}
+    others: dict[str, Any] = {**asked, **paced, **sent, "price_in": 1.0, "price_cached": 2.0, "price_out": 3.0}
     assert others.keys() == Endpoint.model_fields.keys()
     found = with_model(OpenAIConfig(endpoint=Endpoint(**others)), "big")
     assert dict(found) == {**others, "model": "big"}
@@ -163,7 +164,8 @@ def test_each_module_asks_its_own_endpoint_and_the_others_the_engine(tokenizer):
     with serving([chat_reply("left")]) as (left, _), serving([chat_reply("right")]) as (right, _):
         config = EngineConfig(endpoints={"a": settings(left), "b": settings(right)})
         engine = with_endpoints(own, config, tokenizer)
-        engine.set_version(3, {"w": 1})
+        weights: Any = {"w": 1}
+        engine.set_version(3, weights)
 
         async def all_of_them():
             return [await engine.generate(replace(ASK, module=module)) for module in ("a", "b", "c")]

@@ -34,8 +34,9 @@ NO_TEMPERATURE = unsupported(
 SHORT = unsupported("Could not finish the message because max_tokens or model output limit was reached.")
 
 
-def chat_at(url: str, path: str = "engine.endpoint", **settings: Any) -> OpenAIChat:
-    return OpenAIChat(EndpointConfig(**{"url": url, "model": "big", "key_env": None, "attempts": 1} | settings), path)
+def chat_at(url: str, path: str = "engine.endpoint", **more: Any) -> OpenAIChat:
+    settings: dict[str, Any] = {"url": url, "model": "big", "key_env": None, "attempts": 1} | more
+    return OpenAIChat(EndpointConfig(**settings), path)
 
 
 def reasoning_model(seen: Seen) -> Scripted:
@@ -89,7 +90,7 @@ def test_further_fields_and_headers_are_sent(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("OPENAI_ORG_ID", "somebody-else")
     monkeypatch.setenv("OPENAI_PROJECT_ID", "somebody-else")
     body = {"reasoning_effort": "low", "provider": {"order": ("a", "b")}, "temperature": 1.0}
-    more = {"extra_body": body, "omit": ("temperature",), "extra_headers": {"X-Title": "mmrl"}}
+    more: dict[str, Any] = {"extra_body": body, "omit": ("temperature",), "extra_headers": {"X-Title": "mmrl"}}
     with serving([chat_reply("x")]) as (url, server):
         ask(chat_at(url, **more, organization="org-1", project="proj-1"), temperature=0.0)
         ask(chat_at(url), seed=None)

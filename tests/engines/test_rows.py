@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import GenerationConfig
 
 from mmrl.engines.base import Request, Sampling
 from mmrl.engines.embedded.batch_rows import Rules, eos_ids
 from mmrl.errors import EngineFailure, LengthFailure
+from tests.helpers import Fake
 from tests.helpers.engines import EOS, tokenizer
 
 
-class Bytes:
+class Bytes(Fake):
     """A byte-level tokenizer: ids 0-255 are bytes, 300 is a special token, 301+ are given multi-byte pieces."""
 
     eos_token_id = 256
@@ -123,6 +124,6 @@ def test_a_log_probability_that_is_not_finite_fails(logprob: float) -> None:
 
 def test_eos_ids_of_tokenizer_and_generation_config() -> None:
     named = tokenizer()
-    assert eos_ids(named, SimpleNamespace(eos_token_id=[4, 5])) == {EOS, 4, 5}
+    assert eos_ids(named, GenerationConfig(eos_token_id=[4, 5])) == {EOS, 4, 5}
     named.eos_token = None
     assert eos_ids(named, None) == frozenset()

@@ -277,7 +277,7 @@ def test_a_dead_managed_server_is_started_once_for_all_who_wait(tmp_path: Path) 
             await asyncio.sleep(0.3)
             assert len(asked(server, "/v1/completions")) == before
 
-        replica.boot = boot  # type: ignore[method-assign]
+        replica.boot = boot
 
         async def many() -> list[Completion]:
             async def late() -> Completion:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ class Thread(Processes):
     """One of two processes, as a thread."""
 
     __slots__ = ("meeting",)
+    meeting: Meeting
 
     @classmethod
     def pair(cls) -> tuple[Thread, Thread]:
@@ -91,7 +93,7 @@ def test_every_process_samples_from_the_servers_of_the_main_one(tmp_path: Path) 
         main, other = engines_in(tmp_path, urls=(url,))
         assert isinstance(main, VllmServerEngine) and isinstance(other, SharedServersEngine)
         for version in range(3):
-            both(lambda engine, version=version: engine.set_version(version), main, other)
+            both(methodcaller("set_version", version), main, other)
             made = [asyncio.run(ask(engine))[0] for engine in (main, other)]
             assert [one.policy_version for one in made] == [version, version]
         models = [body["model"][:2] for body in asked(server, "/v1/completions") if "prompt_logprobs" not in body]

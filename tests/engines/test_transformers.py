@@ -6,6 +6,7 @@ import asyncio
 import random
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,8 +31,8 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def engine(policy: torch.nn.Module, loop: str = "hf", **options: object) -> TransformersEngine:
-    settings = {key: options.pop(key) for key in ("schedule", "batch_tokens") if key in options}
+def engine(policy: torch.nn.Module, loop: Any = "hf", **options: Any) -> TransformersEngine:
+    settings: dict[str, Any] = {key: options.pop(key) for key in ("schedule", "batch_tokens") if key in options}
     return TransformersEngine(
         policy, tokenizer(), TransformersConfig(loop=loop, **settings), EngineSetup(threads=1, **options)
     )
@@ -98,13 +99,13 @@ def test_greedy_equals_generate(loop: str) -> None:
 def test_stop_string_across_tokens(loop: str) -> None:
     policy = model()
     free = generate(engine(policy, loop), [request([5, 6], 0, max_tokens=30, seed=4)])[0]
-    text = tokenizer().decode(free.ids[:12])
+    text = tokenizer().decode([*free.ids[:12]])
     stop = text[-3:]
     made = generate(engine(policy, loop), [request([5, 6], 0, max_tokens=30, seed=4, stop=(stop,))])[0]
     assert made.finish == "stop"
     assert made.ids == free.ids[: len(made.ids)]
-    assert stop in tokenizer().decode(made.ids)
-    assert stop not in tokenizer().decode(made.ids[:-1])
+    assert stop in tokenizer().decode([*made.ids])
+    assert stop not in tokenizer().decode([*made.ids[:-1]])
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -173,7 +174,7 @@ def test_training_mode_and_dropout_are_left_as_they_were(loop: str) -> None:
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.3)
     policy.train()
-    policy.base_model.model.lm_head.eval()
+    policy.get_output_embeddings().eval()
     modes = [module.training for module in policy.modules()]
     asked = [request(prompt, index) for index, prompt in enumerate(prompts(3))]
     made = generate(engine(policy, loop), asked)
@@ -257,7 +258,7 @@ def test_adapters_of_a_large_model_share_its_fused_weights(
     settings = LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
     policy = get_peft_model(model(), settings, adapter_name="one")
     policy.add_adapter("two", settings)
-    decoder = engine(policy.eval(), "own", adapters={"asker": "one", "reader": "two"}).decoder
+    decoder: Any = engine(policy.eval(), "own", adapters={"asker": "one", "reader": "two"}).decoder
     decoder.start(0)
     first, second = (decoder.loops[name].weights.layers[0] for name in ("one", "two"))
     for part in ("qkv", "down"):

@@ -75,7 +75,8 @@ def test_vllms_parser_reads_what_a_server_on_gpus_is_started_with(devices: tuple
 
 
 def test_samples_have_the_log_probabilities_of_transformers(served: Any, tokenizer: Any) -> None:
-    samples_agree(*served, tokenizer)
+    engine, model = served
+    samples_agree(engine, model, tokenizer)
 
 
 def test_why_completions_end(served: Any, tokenizer: Any) -> None:
@@ -97,7 +98,8 @@ def test_why_completions_end(served: Any, tokenizer: Any) -> None:
 
 def test_many_long_prompts_at_once(served: Any, tokenizer: Any) -> None:
     """More prompt tokens than fit into one of vLLM's batches; in parts, with seeds, they end its CPU build."""
-    many_long_prompts_agree(*served, tokenizer)
+    engine, model = served
+    many_long_prompts_agree(engine, model, tokenizer)
     assert served[0].restarts == 0
 
 
@@ -177,7 +179,7 @@ def test_a_server_killed_while_it_generates_is_started_again(served: Any, tokeni
 def test_full_weights_reach_the_server_through_disk(tmp_path: Path, tokenizer: Any) -> None:
     model = load_model(TINY, "cpu")
     prompt = prompt_of(tokenizer, "Who wrote it?")
-    engine = build_engine(config(), model, tokenizer, setup_in(tmp_path))
+    engine: Any = build_engine(config(), model, tokenizer, setup_in(tmp_path))
     try:
         perturb(model, 1)
         engine.set_version(1)

@@ -47,14 +47,16 @@ def colocated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, A
 
 @here
 def test_samples_have_the_log_probabilities_of_transformers(colocated: Any, tokenizer: Any) -> None:
-    samples_agree(*colocated, tokenizer)
+    engine, model = colocated
+    samples_agree(engine, model, tokenizer)
     (full,) = ask(colocated[0], prompt_of(tokenizer, "Who wrote it?"), temperature=0.0, max_tokens=64)
     assert full.finish == "eos" and full.ids[-1] == tokenizer.eos_token_id
 
 
 @here
 def test_many_long_prompts_at_once(colocated: Any, tokenizer: Any) -> None:
-    many_long_prompts_agree(*colocated, tokenizer)
+    engine, model = colocated
+    many_long_prompts_agree(engine, model, tokenizer)
 
 
 @here

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import yaml
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from typer.main import get_group
 
 from mmrl.cli.commands import app
 
-_COMMANDS = get_group(app).commands
+_COMMANDS: dict[str, Any] = {**get_group(app).commands}
 COMMANDS = {
     name: re.findall(r"\b(\w+)=", command.help or "")
     for name, command in (*_COMMANDS.items(), *((f"index {n}", c) for n, c in _COMMANDS["index"].commands.items()))

@@ -40,8 +40,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", pad_token="<pad>")
 
 
-def model(seed: int = 0, scale: float = 0.4, **changes: Any) -> Qwen3ForCausalLM:
-    """A random Qwen3; `scale` is the weights' deviation: larger makes sharper distributions."""
+def model(seed: int = 0, scale: float = 0.4, **changes: Any) -> Any:
+    """A random Qwen3ForCausalLM; `scale` is the weights' deviation: larger makes sharper distributions."""
     torch.manual_seed(seed)
     settings = {
         "vocab_size": VOCABULARY,
@@ -205,15 +205,20 @@ DOCUMENTS = [
 def tiny_bert(folder: Path) -> str:
     """A randomly initialised BERT with a vocabulary of its own, saved by transformers: it says nothing of pooling."""
     import torch
-    from transformers import BertConfig, BertModel, BertTokenizerFast
+    from transformers import BertConfig, BertModel, BertTokenizer
 
     words = sorted({w for d in DOCUMENTS for w in f"{d.title} {d.text}".lower().split()})
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "[unused0]", "[unused1]", ":", "query", "passage"]
     folder.mkdir()
     (folder / "vocab.txt").write_text("\n".join(dict.fromkeys([*special, *words])), encoding="utf-8")
-    BertTokenizerFast(vocab_file=str(folder / "vocab.txt"), model_max_length=48).save_pretrained(folder)
+    BertTokenizer(vocab_file=str(folder / "vocab.txt"), model_max_length=48).save_pretrained(folder)
     torch.manual_seed(5)
-    size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    size: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 48,
+    }
     vocabulary = len(set(special) | set(words))
     BertModel(BertConfig(vocab_size=vocabulary, max_position_embeddings=48, **size)).save_pretrained(folder)
     return str(folder)

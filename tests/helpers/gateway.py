@@ -67,7 +67,7 @@ class Scripted(Engine):
         whole = len(ids) < request.sampling.max_tokens
         ids = (*ids, self.tokenizer.eos_token_id) if whole else ids
         for token in ids if self.pieces and request.on_token is not None else ():
-            request.on_token(token)  # type: ignore[misc]
+            request.on_token(token)
         return Completion(ids=ids, logprobs=(-0.25,) * len(ids), finish="eos" if whole else "length")
 
     def reply(self, request: Request) -> str:

@@ -16,7 +16,7 @@ import pyarrow.parquet
 import yaml
 
 from mmrl import rng
-from mmrl.config import DataConfig, TaskConfig
+from mmrl.config import DataConfig
 from mmrl.config.tasks import task_schema
 from mmrl.engines.base import Completion, Engine, Request
 from mmrl.errors import ConfigError
@@ -145,7 +145,7 @@ EXAMPLE = Example(
 )
 
 
-def default_config(name: str, **options: Any) -> TaskConfig:
+def default_config(name: str, **options: Any) -> Any:
     """`conf/task/<name>.yaml`, with other options."""
     section = yaml.safe_load((TOP / "conf" / "task" / f"{name}.yaml").read_text())["task"]
     return task_schema(name).model_validate(section | options)

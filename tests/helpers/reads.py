@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -27,12 +27,13 @@ def reads() -> Iterator[set[Key]]:
             seen.add((kind, name))
         return object.__getattribute__(section, name)
 
-    def dump(section: Section, *, include: Set[str] = frozenset(), **options: Any) -> dict[str, Any]:
+    def dump(section: Section, *, include: Any = frozenset(), **options: Any) -> dict[str, Any]:
         if _acts(sys._getframe(1)):
             seen.update((type(section), name) for name in include & section.__pydantic_fields__.keys())
         return BaseModel.model_dump(section, include=include or None, **options)
 
-    Section.__getattribute__, Section.model_dump = read, dump  # type: ignore[method-assign]
+    patched: Any = Section
+    patched.__getattribute__, patched.model_dump = read, dump
     try:
         yield seen
     finally:

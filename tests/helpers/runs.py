@@ -5,6 +5,7 @@ import math
 import random
 import zlib
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -17,7 +18,7 @@ from mmrl.tasks.base import Score
 from scripts.chaos.compare import comparable
 
 MODULES = {"rewriter": 21, "reranker": 9, "answerer": 6}
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "seed": 0,
     "algo": {"name": "mhgpo_rr", "group_size": 4},
     "task": {"name": "hotpotqa", "data": {"train": "mini", "dev": "mini", "test": "mini"}},

@@ -121,7 +121,7 @@ def serving(script: list[Scripted] | Callable[[Seen], Scripted]) -> Iterator[tup
         server.server_close()
 
 
-DOCUMENTS = [Document(id=f"d{n}", **fields) for n, fields in enumerate(PASSAGES)]
+DOCUMENTS = [Document(id=f"d{n}", title=fields["title"], text=fields["text"]) for n, fields in enumerate(PASSAGES)]
 
 
 @contextmanager

@@ -22,6 +22,8 @@ from mmrl.config import (
     SftRunConfig,
     validate,
 )
+from mmrl.config.engines import TransformersConfig
+from mmrl.config.prompts import PROMPT_SCHEMAS
 from mmrl.config.tasks import task_schema
 from mmrl.engines.base import Completion, Engine
 from mmrl.models.assignment import ModuleAssignment
@@ -143,10 +145,10 @@ def prompt_command(config: Any, algo: str, seed: int = 3, **options: Any) -> Pro
         task=config,
         model=MODEL,
         hardware=HardwareConfig(name="cpu"),
-        engine={"name": "transformers"},
+        engine=TransformersConfig(name="transformers"),
         eval=EvalConfig(parse_retries=0),
         run=RunConfig(),
-        algo={"name": algo, **options},
+        algo=PROMPT_SCHEMAS[algo](name=algo, **options),
     )
 
 
@@ -227,7 +229,7 @@ def weights(model):
 
 
 def config_of(options=()):
-    sections = {
+    sections: dict[str, Any] = {
         "task": {"name": "dspy"},
         "model": {"name": "x", "path": "x", "dtype": "float32"},
         "hardware": {"name": "cpu", "device": "cpu"},
@@ -247,8 +249,9 @@ def stage_of(folder, options=(), task=None, engine=None, stopping=None, **more):
     config = config_of(options)
     rundir = RunDir.read(folder) if (folder / "config.yaml").exists() else RunDir.create(folder, {"seed": 0}, ["test"])
     notes = []
-    progress = SimpleNamespace(note=notes.append, status=lambda text: None, step=lambda step, metrics: None)
-    log = StepLog(rundir=rundir, progress=progress, trackers=SimpleNamespace(log=lambda step, metrics: None))
+    progress: Any = SimpleNamespace(note=notes.append, status=lambda text: None, step=lambda step, metrics: None)
+    trackers: Any = SimpleNamespace(log=lambda step, metrics: None)
+    log = StepLog(rundir=rundir, progress=progress, trackers=trackers)
     if stopping is not None:
         progress.step = lambda step, metrics: setattr(log.stop, "requested", step == stopping)
     task = task or Teachable(Chain(("a", "b")))

@@ -68,13 +68,16 @@ LORA = LoraConfig(r=4, alpha=8)
 
 def tiny_model(kind: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(seed)
+    made: Any
     if kind == "gpt2":  # nothing in it is computed in float32, unlike the others' norms and rotary embeddings
-        sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.3}
-        dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, **sizes, **dropout)).to(dtype).eval()
-    if kind == "llama":
-        return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)).to(dtype).eval()
-    return Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True)).to(dtype).eval()
+        sizes: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.3}
+        dropout: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        made = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, **sizes, **dropout))
+    elif kind == "llama":
+        made = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False))
+    else:
+        made = Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True))
+    return made.to(dtype).eval()
 
 
 class _DoubleNorm(torch.nn.Module):
@@ -220,7 +223,9 @@ def trained(
     seen: list[dict[str, float]] = []
     if calls_of is not None:
         options["calls"] = lambda step: calls_of(trainer)
-    trainer = make_trainer(folder, model, on_step_end=lambda step, metrics: seen.append(metrics), **options)
+    trainer: MmrlTrainer = make_trainer(
+        folder, model, on_step_end=lambda step, metrics: seen.append(metrics), **options
+    )
     trainer.train()
     return trainer, seen
 
@@ -385,7 +390,7 @@ def shard_on_cpu() -> None:
             state.PartialState._shared_state["distributed_type"] = DistributedType.FSDP
             self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
 
-    state.AcceleratorState.__init__ = init  # type: ignore[method-assign]
+    state.AcceleratorState.__init__ = init
 
 
 def run(folder: Path, name: str) -> None:

@@ -50,7 +50,7 @@ def started(*words: str, **options: Any) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-m", "mmrl", *words], env=environment, **{**streams, **options})
 
 
-def until(ready: Callable[[], object], process: subprocess.Popen[str] | None = None) -> None:
+def until(ready: Callable[[], object], process: subprocess.Popen[Any] | None = None) -> None:
     """Wait; fails after minutes, and where the process has ended first."""
     limit = time.monotonic() + 300
     while not ready():

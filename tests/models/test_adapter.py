@@ -176,8 +176,7 @@ def test_adapters_that_fit_are_those_of_peft(tmp_path: Path) -> None:
 
 MIXTURES: dict[str, PreTrainedConfig] = {
     "qwen3_moe": Qwen3MoeConfig(
-        **{**SIZES, "num_hidden_layers": 3},
-        head_dim=8,
+        **{**SIZES, "num_hidden_layers": 3, "head_dim": 8},
         num_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=8,
@@ -196,7 +195,7 @@ def lora_config(model: Any, path: str, section: Section) -> LoraConfig:
     """The config of peft that a run makes."""
     from mmrl.config import AlgoConfig, TrainConfig
 
-    sections = {"train": TrainConfig(), "algo": AlgoConfig(name="grpo")}
+    sections: dict[str, Any] = {"train": TrainConfig(), "algo": AlgoConfig(name="grpo")}
     config = ModelConfig(name="x", path=path, lora=section)
     made = Settings(**sections, model=config, seed=0).lora(model)
     assert made is not None
@@ -298,7 +297,14 @@ def test_towers_of_images_get_no_adapter(tmp_path: Path) -> None:
 
 
 def test_a_layer_that_peft_refuses_is_left_out_and_named() -> None:
-    sizes = {**SIZES, "mamba_d_ssm": 16, "mamba_n_heads": 4, "mamba_d_head": 4, "mamba_d_state": 4, "mamba_n_groups": 1}
+    sizes: dict[str, Any] = {
+        **SIZES,
+        "mamba_d_ssm": 16,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 4,
+        "mamba_d_state": 4,
+        "mamba_n_groups": 1,
+    }
     model = AutoModelForCausalLM.from_config(FalconH1Config(**sizes))
     found = targets_of(model, EVERYWHERE)
     assert "out_proj" not in found.modules and "mamba.out_proj" in found.described

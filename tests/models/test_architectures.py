@@ -1,5 +1,7 @@
 """Every causal language model of transformers, tiny: right in each way that it takes, or refused in known words."""
 
+from typing import Any
+
 import pytest
 
 from scripts.models.architectures import BEYOND, architectures, model_types
@@ -20,7 +22,7 @@ def cases():
 
 @pytest.mark.parametrize("name", [*cases()])
 def test_every_way_agrees_with_the_plain_forward_or_is_refused(name):
-    found = measure(name)
+    found: dict[str, Any] = measure(name)
     plain, loop = found.pop("plain"), found.pop("loop", "")
     if name in REFUSED:
         # What a run meets first: before it starts, else at its engine.
@@ -33,7 +35,7 @@ def test_every_way_agrees_with_the_plain_forward_or_is_refused(name):
         found = {way: value for way, value in found.items() if not isinstance(value, str)}
         assert all(value <= allowed(way) for way, value in found.items())
         return
-    assert not (words := {way: value for way, value in found.items() if isinstance(value, str)}), words
+    assert not (said := {way: value for way, value in found.items() if isinstance(value, str)}), said
     assert found.keys() >= WAYS
     wrong = {way: value for way, value in found.items() if not value <= allowed(way)}
     assert not wrong

@@ -31,7 +31,7 @@ from mmrl.config import ModelConfig
 from mmrl.errors import ConfigError
 from mmrl.models.load import load_model, skeleton
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 40,
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -40,6 +40,8 @@ SIZES = {
     "num_key_value_heads": 1,
     "max_position_embeddings": 64,
 }
+HEADS: dict[str, Any] = {"head_dim": 8}
+UNDECLARED: dict[str, Any] = {"is_causal": False}
 Change = Callable[[Path], None]
 
 
@@ -238,7 +240,7 @@ def test_torchs_own_format_is_read_without_its_code(tmp_path: Path) -> None:
     "made",
     [
         LlamaConfig(**SIZES, tie_word_embeddings=True),
-        Qwen3MoeConfig(**SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8),
+        Qwen3MoeConfig(**SIZES, **HEADS, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8),
         MixtralConfig(**SIZES, num_local_experts=4),
         GPTNeoXConfig(**{k: v for k, v in SIZES.items() if k != "num_key_value_heads"}),
     ],
@@ -256,7 +258,7 @@ def test_what_a_model_saves_is_what_it_needs(made: PreTrainedConfig, tmp_path: P
 
 @pytest.mark.parametrize("part", ["experts.3.", "experts.3.up_proj", "gate.weight"])
 def test_experts_that_are_not_there_are_missed(part: str, tmp_path: Path) -> None:
-    made = Qwen3MoeConfig(**SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
+    made = Qwen3MoeConfig(**SIZES, **HEADS, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
     model = make(tmp_path, made)
     without(part)(tmp_path)
     refusals(model)
@@ -291,7 +293,13 @@ def test_float8_weights_are_computed_back(tmp_path: Path) -> None:
 
 def test_four_bits_of_gpt_oss_are_computed_back(tmp_path: Path) -> None:
     """Two numbers of four bits in a byte, the low half first, and a power of 2 for each 32 of them."""
-    sizes = {**SIZES, "hidden_size": 32, "intermediate_size": 32, "num_local_experts": 2, "num_experts_per_tok": 1}
+    sizes: dict[str, Any] = {
+        **SIZES,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+    }
     model = make(tmp_path, GptOssConfig(**sizes, head_dim=16))
     blocks = torch.randint(0, 256, (2, 64, 1, 16), dtype=torch.uint8)
     scales = torch.randint(118, 124, (2, 64, 1), dtype=torch.uint8)
@@ -339,7 +347,7 @@ def test_layers_that_predict_further_ahead_are_no_fault(tmp_path: Path) -> None:
     ("made", "expected"),
     [
         (BertConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2), "is_decoder=false"),
-        (LlamaConfig(**SIZES, is_causal=False), "is_causal=false"),
+        (LlamaConfig(**SIZES, **UNDECLARED), "is_causal=false"),
         (T5Config(vocab_size=40), "an encoder with a decoder"),
         (CLIPConfig(), "no causal language model"),
     ],
@@ -354,7 +362,7 @@ def test_other_kinds_of_models_are_refused_by_their_config(
 
 def test_a_decoder_that_counts_padding_is_taken(tmp_path: Path) -> None:
     """BART's, saved alone: whole rows serve it, and `test_architectures` says how exactly."""
-    sizes = {"d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 16}
+    sizes: dict[str, Any] = {"d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 16}
     model = make(tmp_path, BartConfig(vocab_size=40, **sizes, is_encoder_decoder=False, is_decoder=True))
     assert skeleton(model)[1] == ""
 

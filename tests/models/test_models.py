@@ -2,13 +2,14 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AddedToken, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 import mmrl.models.load
-from mmrl.config import ModelConfig
+from mmrl.config import LoraConfig, ModelConfig
 from mmrl.errors import ConfigError
 from mmrl.models.adapter import targets_of
 from mmrl.models.chat import decode_text, encode_text, render_prompt
@@ -48,8 +49,8 @@ def make_tokenizer(template: str | dict[str, str] | None = TEMPLATE, rstrip: boo
 def make_folder(folder, template: str | dict[str, str] | None = TEMPLATE, dropout: float = 0.0):
     tokenizer = make_tokenizer(template)
     tokenizer.save_pretrained(folder)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "attention_dropout": dropout}
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "attention_dropout": dropout}
     Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), **sizes, **heads)).save_pretrained(folder)
     return ModelConfig(name="x", path=str(folder))
 
@@ -95,12 +96,12 @@ def test_equals_the_chat_template(template, rstrip, contents):
 @pytest.mark.parametrize("template", [TEMPLATE, TRIMMING])
 def test_content_never_becomes_a_special_token(evil, template):
     tokenizer = make_tokenizer(template)
-    start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    start, end = map(tokenizer.convert_tokens_to_ids, ["<|im_start|>", "<|im_end|>"])
     ids = render_prompt(tokenizer, chat("the cat", evil))
     harmless = render_prompt(tokenizer, chat("the cat", "the dog"))
     assert (ids.count(start), ids.count(end)) == (harmless.count(start), harmless.count(end)) == (3, 2)
     # ... and it is still the text that the user wrote, in its place
-    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(
+    assert tokenizer.decode([*ids]) == tokenizer.apply_chat_template(
         chat("the cat", evil), tokenize=False, add_generation_prompt=True
     )
 
@@ -146,7 +147,7 @@ def test_loads_a_folder(tmp_path):
 @pytest.mark.parametrize("thinking", [True, False])
 def test_thinking_mode(tmp_path, thinking):
     config = make_folder(tmp_path, THINKING).model_copy(update={"thinking": thinking})
-    text = load_tokenizer(config).decode(render_prompt(load_tokenizer(config), chat("a", "b")))
+    text = load_tokenizer(config).decode([*render_prompt(load_tokenizer(config), chat("a", "b"))])
     assert ("<think>" not in text) == thinking
 
 
@@ -185,7 +186,7 @@ def test_lora_targets_that_the_model_does_not_have_are_named_before_its_weights_
     monkeypatch.setattr("mmrl.models.load.load_model", None)
 
     def targets(*names):
-        config = ModelConfig(name="m", path="tiny", lora={"targets": names})
+        config = ModelConfig(name="m", path="tiny", lora=LoraConfig(targets=names))
         return targets_of(skeleton(config)[0], config.lora)
 
     targets("q_proj", "mlp.down_proj")

@@ -99,7 +99,7 @@ def test_calls_are_read_back_and_their_results_go_on(name: str, results: int) ->
     assert list(render_prompt(tokenizer, [USER], TOOLS)) == official(tokenizer, [USER], tools=TOOLS)
     template = template_of(tokenizer)
     arguments: Any = '{"city": "Ulm"}' if template.text_arguments else {"city": "Ulm"}
-    call = {
+    call: dict[str, Any] = {
         "role": "assistant",
         "content": "",
         "tool_calls": [
@@ -158,7 +158,7 @@ def test_arguments_in_another_form_are_no_call_without_any(name: str, call: str,
 
 
 def test_arguments_of_a_request_are_compared_by_what_a_template_writes() -> None:
-    changing = {
+    changing: dict[str, dict[str, Any]] = {
         "qwen3": {"enable_thinking": True, "chat_template": "{{ 1 }}", "tools": []},
         "qwen3_6": {"preserve_thinking": True},
         "llama3_1": {"tools_in_user_message": False},

@@ -18,7 +18,7 @@ from mmrl.engines.base import EngineSetup
 from mmrl.engines.embedded.hf_loop import HFLoop, WholeRows
 from mmrl.engines.embedded.transformers_engine import TransformersEngine
 from mmrl.errors import ConfigError, LengthFailure, MmrlError
-from mmrl.models.selfcheck import Probe, Way, drawn_adapters, evaluating, plain_logprobs, probes
+from mmrl.models.selfcheck import CheckRow, Way, check_rows, drawn_adapters, evaluating, plain_logprobs
 from tests.helpers.engines import VOCABULARY, generate, model, request, tokenizer
 from tests.helpers.trainer_cases import (
     LORA,
@@ -34,7 +34,7 @@ from tests.helpers.trainer_cases import (
 CHECKED = ModelConfig(name="x", path="x")
 
 
-def engine(policy: Any, loop: str = "auto") -> TransformersEngine:
+def engine(policy: Any, loop: Any = "auto") -> TransformersEngine:
     """An engine that checks itself when it is built."""
     return TransformersEngine(
         policy, tokenizer(), TransformersConfig(loop=loop), EngineSetup(threads=1, weights=CHECKED)
@@ -70,7 +70,7 @@ def test_in_half_precision_one_token_decides_nothing_and_in_float32_all() -> Non
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("context", [None, 40, 8])
 def test_the_rows_have_unlike_lengths_begin_alike_and_fit(half: bool, context: int | None) -> None:
-    short, long = probes(tokenizer(), VOCABULARY, context, half=half)
+    short, long = check_rows(tokenizer(), VOCABULARY, context, half=half)
     whole = [row.prompt_ids + row.completion_ids for row in (short, long)]
     assert whole[0][:8] == whole[1][:8]
     assert whole[0] != whole[1][: len(whole[0])] or context == 8
@@ -83,7 +83,7 @@ def test_the_rows_have_unlike_lengths_begin_alike_and_fit(half: bool, context: i
 
 def test_rows_of_a_tokenizer_without_letters_differ_too() -> None:
     blank = tiny_tokenizer()  # every word is unknown to it
-    short, _ = probes(blank, VOCABULARY, None, half=False)
+    short, _ = check_rows(blank, VOCABULARY, None, half=False)
     assert len(set(short.prompt_ids)) > 8
 
 
@@ -91,7 +91,7 @@ def test_adapters_are_drawn_and_put_back() -> None:
     trained = with_lora(dropout=0.3)
     before = {name: weight.clone() for name, weight in trained.named_parameters()}
     modes, state = [part.training for part in trained.modules()], torch.get_rng_state()
-    row = [Probe((5, 6, 7), (8, 9))]
+    row = [CheckRow((5, 6, 7), (8, 9))]
     with drawn_adapters(trained), evaluating(trained):
         drawn = plain_logprobs(trained, row)
         trained.train()
@@ -114,7 +114,7 @@ def with_lora(dropout: float) -> Any:
 
 def test_a_cache_that_does_not_bear_padding_is_left_out_aloud(caplog: pytest.LogCaptureFixture) -> None:
     """A model whose learned positions count padding: right by whole rows, and only by them."""
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.3}
+    sizes: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.3}
     policy = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes)).eval()
     forward = policy.forward
 
@@ -129,12 +129,17 @@ def test_a_cache_that_does_not_bear_padding_is_left_out_aloud(caplog: pytest.Log
     assert served.ways[0].name == "generation without a cache"
     asked = [request([5, 6, 7, 8], 0, max_tokens=3), request([9, 8], 1, max_tokens=7), request([4], 2, max_tokens=5)]
     for one, made in zip(asked, generate(served, asked), strict=True):
-        (expected,) = plain_logprobs(policy, [Probe(one.prompt_ids, made.ids)])
+        (expected,) = plain_logprobs(policy, [CheckRow(one.prompt_ids, made.ids)])
         assert made.logprobs == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_model_that_sees_what_comes_after_is_refused_by_engine_and_trainer(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+    }
     bert = BertLMHeadModel(BertConfig(vocab_size=VOCABULARY, initializer_range=0.3, **sizes)).eval()
     with pytest.raises(
         ConfigError, match=r"^model\.path: the engine cannot serve .* generation without a cache differ"
@@ -208,7 +213,12 @@ def test_it_can_be_switched_off(tmp_path: Path) -> None:
 
 def longrope() -> Any:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+    }
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
     config = Phi3Config(
         vocab_size=VOCABULARY,
@@ -227,7 +237,7 @@ def test_rows_on_both_sides_of_longropes_border_share_no_forward(
 ) -> None:
     """Phi 3 and 4 encode all rows of a forward by its longest one: a short row must not depend on its company."""
     policy = longrope()
-    rows = [Probe(tuple(range(2, 2 + n)), tuple(range(40, 48))) for n in (12, 50, 20, 24, 60)]
+    rows = [CheckRow(tuple(range(2, 2 + n)), tuple(range(40, 48))) for n in (12, 50, 20, 24, 60)]
     calls = [
         train_call(id=str(n), module="a", prompt_ids=row.prompt_ids, completion_ids=row.completion_ids).call
         for n, row in enumerate(rows)

@@ -40,7 +40,7 @@ def test_a_growing_context_goes_on_under_a_template_without_a_system_role():
     prompt = render_prompt(tokenizer, [SYSTEM, USER])
     sampled = (*prompt, *encode_text(tokenizer, "the dog"), tokenizer.eos_token_id)
     added = render_observation(tokenizer, sampled, [USER], True)[len(sampled) :]
-    assert tokenizer.decode(added) == "\n<|im_start|>user\nthe mat<|im_end|>\n<|im_start|>model\n"
+    assert tokenizer.decode([*added]) == "\n<|im_start|>user\nthe mat<|im_end|>\n<|im_start|>model\n"
 
 
 # as Qwen3's: thoughts of earlier replies are left out, and with them what comes before the last of them
@@ -55,7 +55,7 @@ def test_replies_shown_in_a_prompt_are_whole_where_a_template_cuts_thoughts():
     reply = "<think> the cat </think> the mat <think> dog </think> <answer> the dog </answer>"
     shown = [SYSTEM, USER, {"role": "assistant", "content": reply}, USER]
     assert reply not in tokenizer.apply_chat_template(shown, tokenize=False)
-    assert reply in tokenizer.decode(render_prompt(tokenizer, shown))
+    assert reply in tokenizer.decode([*render_prompt(tokenizer, shown)])
     assert render_prompt(tokenizer, shown) == render_prompt(plain, shown)
 
 
@@ -78,7 +78,8 @@ def test_a_base_model_without_a_template_is_refused_with_the_setting_that_gives_
     with pytest.raises(ConfigError, match=r"has no chat template.*model.chat_template=plain"):
         load_tokenizer(config)
     tokenizer = load_tokenizer(config.model_copy(update={"chat_template": "plain"}))
-    text = tokenizer.decode(render_prompt(tokenizer, [SYSTEM, USER, {"role": "assistant", "content": "dog"}, USER]))
+    shown = render_prompt(tokenizer, [SYSTEM, USER, {"role": "assistant", "content": "dog"}, USER])
+    text = tokenizer.decode([*shown])
     assert text == "the cat\n\nUser: the mat\n\nAssistant: dog<|im_end|>\n\nUser: the mat\n\nAssistant:"
 
 

@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,10 @@ def test_a_process_and_a_node_that_are_killed_change_no_number(
     assert_equal(undisturbed, run)
 
 
+def has_more_steps(run: Path, done: int) -> bool:
+    return (run / "metrics.jsonl").is_file() and len(RunDir.read(run).history()) > done
+
+
 def test_a_signal_saves_and_the_run_goes_on_to_the_same_numbers(
     start: Callable[..., Any], undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -134,7 +139,7 @@ def test_a_signal_saves_and_the_run_goes_on_to_the_same_numbers(
     for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
         process = start("stopped", *([*SMALL, *NODES, "run.dir=run"] if code == 143 else ["resume=run"]))
         done = len(RunDir.read(run).history()) if code == 130 else 1
-        until(lambda done=done: (run / "metrics.jsonl").is_file() and len(RunDir.read(run).history()) > done, process)
+        until(partial(has_more_steps, run, done), process)
         process.send_signal(number)
         assert "continue with: mmrl train resume=run" in "".join(finished(process, code))
     finished(start("stopped", "resume=run"))
@@ -145,7 +150,7 @@ def test_a_process_lost_too_often_ends_the_run_which_can_go_on(start: Callable[.
     run = tmp_path / "lost" / "run"
     process = start("lost", *SMALL, *NODES, "run.dir=run", "hardware.ray.max_failures=0")
     until((run / "checkpoints" / "checkpoint-1").is_dir, process)
-    workers()[0].parent().kill()  # type: ignore[union-attr]
+    workers()[0].parent().kill()
     _, err = finished(process, 1)
     assert "lost more often than hardware.ray.max_failures=0" in err
     assert err.splitlines()[-1] == "stopped; continue with: mmrl train resume=run"
@@ -203,7 +208,7 @@ def test_servers_of_a_run_that_are_killed_lose_no_call(start: Callable[..., Any]
         found = [one for one in psutil.process_iter(["cmdline"]) if str(program) in (one.info["cmdline"] or [])]
         assert len(found) == 2
         if name == "killed":
-            found[0].parent().kill()  # type: ignore[union-attr]
+            found[0].parent().kill()
         finished(process)
         runs.append(RunDir.read(folder / "run"))
     served, killed = ([comparable(record) for record in run.history()] for run in runs)

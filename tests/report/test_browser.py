@@ -51,7 +51,7 @@ def test_a_block_has_every_example_and_call_of_its_step():
 def test_secrets_are_hidden_before_they_are_compressed(monkeypatch):
     made, entries = forest(1)
     text = next(call.text for call in made.calls.values() if len(call.text) > 8)
-    assert browser.hide is secrets.hide
+    assert vars(browser)["hide"] is secrets.hide
     monkeypatch.setattr(browser, "hide", lambda shown: shown.replace(json.dumps(text)[1:-1], "HIDDEN"))
     assert "HIDDEN" in json.dumps(content(browser.block(made, entries, PLAIN, {}, "train-1", "step 1")))
 

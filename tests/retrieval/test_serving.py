@@ -9,6 +9,7 @@ from mmrl.retrieval.base import Document
 from mmrl.retrieval.bm25 import Bm25Retriever
 from mmrl.retrieval.remote import RemoteRetriever
 from mmrl.retrieval.serving import Batches, make_app
+from tests.helpers import Fake
 from tests.helpers.servers import fetch_json, listening
 
 pytestmark = pytest.mark.usefixtures("quick_retries")
@@ -41,7 +42,7 @@ def test_server_answers_what_it_serves(good):
 def test_queries_that_wait_are_searched_together_and_a_crash_hits_its_batch_alone():
     sizes = []
 
-    class Slow:
+    class Slow(Fake):
         def search(self, queries, top_k):
             sizes.append(len(queries))
             time.sleep(0.05)

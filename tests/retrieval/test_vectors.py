@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -187,7 +188,7 @@ def test_tasks_search_with_vectors_over_their_own_corpus_or_an_index(model, tmp_
     corpus.write_text(json.dumps([{"title": d.title, "text": d.text} for d in DOCUMENTS[:30]]))
 
     def task(**retriever):
-        given = {} if "index" in retriever else {"corpus": str(corpus)}
+        given: dict[str, Any] = {} if "index" in retriever else {"corpus": str(corpus)}
         section = DenseConfig(name="dense", top_k=4, **retriever)
         return TASKS["hotpotqa"](MultihopQaConfig(name="hotpotqa", retriever=section, **given), 0)
 

@@ -133,7 +133,7 @@ def test_a_client_over_http_serves_every_step_of_its_agent() -> None:
         if not kept:
             kept.append(httpx.AsyncClient())
         body = {"model": "m", "messages": [{"role": "user", "content": "Where?"}]}
-        sent = {"headers": {"Authorization": f"Bearer {api_key}"}, "json": body, "timeout": 20}
+        sent: dict[str, Any] = {"headers": {"Authorization": f"Bearer {api_key}"}, "json": body, "timeout": 20}
         return (await kept[0].post(f"{base_url}/chat/completions", **sent)).json()["choices"][0]["message"]["content"]
 
     for _ in range(2):

@@ -1,13 +1,13 @@
 """Plans, forks by replay, failures as data."""
 
 import asyncio
-import functools
 import random
 import sys
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
 from itertools import count
+from typing import Any
 
 import numpy as np
 import pytest
@@ -264,7 +264,18 @@ def test_only_the_attempt_that_parsed_is_recorded():
     assert forest.rollouts[0].error is None
 
 
-UNWRITABLE = {"object": object(), "deep": functools.reduce(lambda value, _: [value], range(500), ()), "itself": []}
+def nested(depth):
+    value: Any = ()
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+UNWRITABLE: dict[str, Any] = {
+    "object": object(),
+    "deep": nested(500),
+    "itself": [],
+}
 UNWRITABLE["itself"].append(UNWRITABLE["itself"])
 
 

@@ -10,8 +10,8 @@ import pytest
 from mmrl.engines.embedded.batcher import Batcher
 from mmrl.rollout.plans import fork_on, fork_on_first, independent
 from mmrl.system.user_code import as_async
+from tests.engines.test_batcher import Counter
 from tests.helpers.programs import FakeTask, environment, forest_of
-from tests.rollout.test_sample import Counter
 
 
 @dataclass

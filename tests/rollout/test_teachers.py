@@ -6,6 +6,7 @@ import pytest
 
 from mmrl.algorithms import ALGORITHMS
 from mmrl.config.algo import MmgrpoConfig
+from mmrl.config.teacher import TeacherConfig
 from mmrl.errors import ParseFailure
 from mmrl.rollout.environment import Teacher
 from mmrl.tasks.dspy.own import FunctionProgram
@@ -50,7 +51,10 @@ def run(
     algo = MmgrpoConfig(
         name="mmgrpo",
         rollouts=sum(counts),
-        teachers=({"name": "student", "rollouts": counts[0]}, {"name": "wise", "prompts": "p", "rollouts": counts[1]}),
+        teachers=(
+            TeacherConfig(name="student", rollouts=counts[0]),
+            TeacherConfig(name="wise", prompts="p", rollouts=counts[1]),
+        ),
     )
     plan = ALGORITHMS["mmgrpo"].plan(algo, task.program.modules, (0, 1, "q0"))
     forest = forest_of(env, task.examples("train")[:2], plan)

@@ -155,7 +155,8 @@ def test_a_policy_is_evaluated(made: mmrl.Run, tmp_path: Path) -> None:
 
 
 def test_a_run_that_starts_from_another(made: mmrl.Run, tmp_path: Path) -> None:
-    config = mmrl.compose("algo=grpo", **{"from": made})
+    start: dict[str, Any] = {"from": made}
+    config = mmrl.compose("algo=grpo", **start)
     assert config.model_dump()["start"]["run"] == str(made.path) and config.task.name == "hotpotqa"
     assert config.model_dump() == mmrl.compose(f"from={made.path}", "algo=grpo").model_dump()
 

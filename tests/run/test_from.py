@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -271,7 +272,8 @@ def test_variables_that_the_run_before_names_are_read(earlier, tmp_path, monkeyp
     labels.write_text('["a", "b"]')
     monkeypatch.setenv("LABELS", str(labels))
     (evaluation,) = eval_configs(read_line([f"policy={run}"]))
-    assert from_run(run, "algo=mmgrpo").task.labels == evaluation.task.labels == str(labels)
+    tasks: list[Any] = [from_run(run, "algo=mmgrpo").task, evaluation.task]
+    assert [task.labels for task in tasks] == [str(labels)] * 2
     monkeypatch.delenv("LABELS")
     for made in (lambda: from_run(run, "algo=mmgrpo"), lambda: eval_configs(read_line([f"policy={run}"]))):
         with pytest.raises(ConfigError, match="task: the environment variable LABELS is not set"):

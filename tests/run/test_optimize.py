@@ -280,7 +280,8 @@ def test_steps_run_one_after_the_other_and_go_on_where_they_were_stopped(
     assert "has 1_miprov2, expected the folder of 1_gepa, 2_mmgrpo" in refused(optimizer, algo=["gepa", "mmgrpo"])
     assert "no such folder" in refused(optimizer, resume=tmp_path / "none")
     assert "the dev examples are not those" in refused(optimizer, valset=DEVSET[:2])
-    assert "train.lr=0.0003 (requested: 0.5)" in refused(MMRL(metric, model="tiny_dspy", **STEPS, **{"train.lr": 0.5}))
+    other = MMRL(metric, model="tiny_dspy", **STEPS, **dotted({"train.lr": 0.5}))
+    assert "train.lr=0.0003 (requested: 0.5)" in refused(other)
     assert "algo: got []" in refused(optimizer, algo=[])
     assert "algo=['miprov2', 'mmgrpo']" in refused(optimizer, algo="better_together", resume=None)
     trained = optimizer.compile(Router(), resume=folder, **given)
@@ -289,6 +290,11 @@ def test_steps_run_one_after_the_other_and_go_on_where_they_were_stopped(
     assert RunDir.read(trained.run_dir).config["start"]["run"] == str(folder / "1_miprov2")
     assert "miprov2+mmgrpo" in capsys.readouterr().out and (folder / "set.html").is_file()
     trained.classify.predict.lm.served.close()
+
+
+def dotted(keys: dict[str, Any]) -> dict[str, Any]:
+    """Keys that no Python name could be."""
+    return keys
 
 
 def test_what_is_wrong_is_an_exception_with_the_command_s_sentence(tmp_path: Path, capsys: Any) -> None:
@@ -302,18 +308,18 @@ def test_what_is_wrong_is_an_exception_with_the_command_s_sentence(tmp_path: Pat
         assert not folder.exists()
         return str(error.value)
 
-    wrong = refused(MMRL(metric, run_dir=folder, **{"train.stepps": 1, "algo.clip": -1}))
+    wrong = refused(MMRL(metric, run_dir=folder, **dotted({"train.stepps": 1, "algo.clip": -1})))
     assert "train.stepps: " in wrong and "algo.clip: " in wrong
     assert "got 'mmgrp', expected one of" in refused(MMRL(metric, algo="mmgrp", run_dir=folder))
-    few = {"train.batch_size": 2}
+    few: dict[str, Any] = {"train.batch_size": 2}
     assert "model.path: " in refused(MMRL(metric, model=str(tmp_path / "none"), run_dir=folder, **few))
-    assert "task.inputs: given more than once" in refused(MMRL(metric, run_dir=folder, **{"task.inputs": 1}))
-    assert "train.lr: got a object" in refused(MMRL(metric, run_dir=folder, **{"train.lr": object()}))
+    assert "task.inputs: given more than once" in refused(MMRL(metric, run_dir=folder, **dotted({"task.inputs": 1})))
+    assert "train.lr: got a object" in refused(MMRL(metric, run_dir=folder, **dotted({"train.lr": object()})))
     assert "got 1 examples, expected at least 2" in refused(MMRL(metric), trainset=trainset()[:1], valset=None)
     with pytest.raises(ValueError, match="Inputs have not been set"):
         MMRL(metric).compile(Router(), trainset=[dspy.Example(text="a", label="b")], valset=DEVSET)
     assert "hardware.processes: objects of this process" in refused(
-        MMRL(metric, model="tiny_dspy", run_dir=folder, **{"hardware.processes": 2, "hardware": "cpu"})
+        MMRL(metric, model="tiny_dspy", run_dir=folder, **dotted({"hardware.processes": 2, "hardware": "cpu"}))
     )
 
 

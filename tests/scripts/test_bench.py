@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,7 @@ def test_wrong_options_are_refused(arguments: list[str], refusal: str) -> None:
 
 
 def test_the_suite_counts_a_bench_that_failed(monkeypatch: Any, tmp_path: Path, capsys: Any) -> None:
-    good = common.asdict(Bar("good", 2.0, 1.0)) | {"met": True}
+    good = asdict(Bar("good", 2.0, 1.0)) | {"met": True}
     answers = {
         "rollout": {"bench": "rollout", "bars": [good]},
         "step": {"bench": "step", "bars": [], "error": "it broke"},

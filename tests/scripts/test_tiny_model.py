@@ -1,6 +1,7 @@
 """The shipped tiny model and its build: what it is, what it can play, and that it has not seen the world of runs."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -100,7 +101,7 @@ def test_a_shipped_model_knows_the_formats_and_leaves_room_to_learn(name, path, 
 
 
 def test_drills_can_be_answered_from_their_documents():
-    task = build.build_tasks(("hotpotqa",), 1)[0]
+    task: Any = build.build_tasks(("hotpotqa",), 1)[0]
     checked = 0
     for drill in list(drills(task, "dev", 1))[:50]:
         documents = drill.messages[-1]["content"].split("\nNow answer: ")[0]
@@ -177,7 +178,8 @@ def test_stock_phrases_are_instructions_tags_and_runs_of_small_words_but_no_name
 
 
 def test_a_grown_tokenizer_writes_stock_phrases_as_one_token_and_all_else_as_before():
-    tokenizer, model = load_tokenizer(CONFIG), load_model(CONFIG, "cpu")
+    tokenizer: Any = load_tokenizer(CONFIG)
+    model = load_model(CONFIG, "cpu")
     before, plain = len(tokenizer), "Who directed the film Silent Dakon?\n"
     ids = encode_text(tokenizer, plain)
     logits = model(input_ids=torch.tensor([ids])).logits

@@ -1,6 +1,7 @@
 """JSON schemas of requests: what they find, and patterns that would never end."""
 
 import time
+from typing import Any
 
 import jsonschema
 import pytest
@@ -10,7 +11,7 @@ from mmrl.serve.json_schema import check_schema, violations
 
 ENDLESS, TEXT = "^(a|aa)+$", "a" * 60 + "!"
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"
-PLACES = {
+PLACES: dict[str, tuple[Any, Any]] = {
     "a text": ({"pattern": ENDLESS}, TEXT),
     "a name": ({"patternProperties": {ENDLESS: {}}}, {TEXT: 1}),
     "an additional name": ({"patternProperties": {ENDLESS: {}}, "additionalProperties": False}, {TEXT: 1}),

@@ -44,7 +44,7 @@ def test_calls_choices_and_log_probabilities_are_those_of_the_gateway(stream: bo
     async def asked(url: str, key: str, into: str) -> None:
         async with openai.AsyncOpenAI(base_url=url, api_key=key) as client:
             options: Any = {"model": "policy/agent", "messages": QUESTION, "n": 2, "logprobs": True, "tools": [SEARCH]}
-            reply = await client.chat.completions.create(**options, stream=stream)
+            reply: Any = await client.chat.completions.create(**options, stream=stream)
             parts = [part async for part in reply] if stream else [reply]
             replies[into] = [choice.model_dump() for part in parts for choice in part.choices]
             for choice in replies[into]:
@@ -83,7 +83,7 @@ def test_text_of_anthropics_streams_comes_as_it_is_sampled_and_tokens_are_counte
     ):
         texts = [event.text for event in stream if event.type == "text"]
         message = stream.get_final_message()
-    assert "".join(texts) == message.content[0].text == "In Portugal, by the sea." and len(texts) > 3  # type: ignore[union-attr]
+    assert "".join(texts) == message.content[0].text == "In Portugal, by the sea." and len(texts) > 3
     (request,) = engine.requests
     assert message.usage.input_tokens == len(request.prompt_ids) and message.usage.output_tokens > 3
     assert message.stop_reason == "end_turn"

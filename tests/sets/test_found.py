@@ -9,6 +9,7 @@ import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import pytest
 import yaml
@@ -183,7 +184,7 @@ def test_the_figure_carries_both_themes_and_every_label(tmp_path):
     for number, algo in enumerate(("mhgpo_fof", "mhgpo_is", "<b>")):
         made(tmp_path / f"r{number}", algo=algo)
     made(tmp_path / "none", algo="mmgrpo", before=None, done=False)
-    files = SetPage(found(tmp_path)).figure.files
+    files: dict[str, Any] = SetPage(found(tmp_path)).figure.files
     svg = files["figure.svg"]
     words = " ".join(ElementTree.fromstring(svg).itertext())
     assert all(name in words for name in ("mhgpo_fof", "mhgpo_is", "<b>", "mmgrpo", "f1 on dev", "step"))

@@ -3,6 +3,7 @@
 import itertools
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -117,7 +118,7 @@ def quiet_progress():
 
 def evaluations(rundir, task, engine, quiet, examples, settings=SETTINGS):
     """The evaluations of a run of two steps whose task and engine are fakes."""
-    collector = SimpleNamespace(
+    collector: Any = SimpleNamespace(
         log=StepLog(rundir=rundir, progress=quiet, trackers=quiet),
         config=SimpleNamespace(seed=0, eval=settings),
         reward_set="outcome",
@@ -183,7 +184,7 @@ def test_a_task_says_what_a_failed_rollout_counts_in_its_official_metrics(monkey
 
 @pytest.mark.parametrize("name", sorted(TASKS.keys() - {"agent", "dspy"}))
 def test_each_built_in_task_names_its_official_metrics(name):
-    dataset = {"dataset": "hotpotqa"} if name == "search_agent" else {}
+    dataset: dict[str, Any] = {"dataset": "hotpotqa"} if name == "search_agent" else {}
     task = TASKS[name](task_schema(name)(name=name, **dataset), 0)
     assert task.main_metric in task.failed_metrics
 

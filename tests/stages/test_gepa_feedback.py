@@ -1,5 +1,7 @@
 """GEPA on a metric of its form: what it says of a rollout, or of one module's part of it, is what is reflected on."""
 
+from typing import Any
+
 import dspy
 import pytest
 
@@ -50,7 +52,10 @@ def reflected(folder, metric):
         asked.append(messages[-1]["content"])
         return made
 
-    names = {"program": register("twice", Twice), "metric": register(f"metric_{metric.__name__}", metric)}
+    names: dict[str, Any] = {
+        "program": register("twice", Twice),
+        "metric": register(f"metric_{metric.__name__}", metric),
+    }
     data = DataConfig(train=register("rows", ROWS))
     config = DspyProgramConfig(name="dspy", inputs=("text",), data=data, **names)
     options = {"auto": None, "max_metric_calls": 24, "component_selector": "all", "use_merge": False}

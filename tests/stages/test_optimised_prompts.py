@@ -82,7 +82,7 @@ def test_a_step_sends_what_dspy_renders_and_trains_what_was_sampled(
         roles = [message["role"] for message in expected]
         assert roles == ["system", *["user", "assistant"] * 3, "user"]
         rendered = tokenizer.apply_chat_template(expected, tokenize=False, add_generation_prompt=True)
-        assert tokenizer.decode(request.prompt_ids) == rendered
+        assert tokenizer.decode([*request.prompt_ids]) == rendered
         assert (call.prompt_ids, call.completion_ids) == (request.prompt_ids, completion.ids)
         assert call.logprobs == completion.logprobs and not call.sampled_ids
 

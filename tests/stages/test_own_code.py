@@ -1,6 +1,7 @@
 """The first failure of a program's or a metric's own code is printed in training, with its place and what to do."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ class Sometimes(Chain):
 
     async def run(self, example, ctx):
         if example.id in self.ill:
-            return {}["gold\x1b[2J"]
+            return dict[str, str]()["gold\x1b[2J"]
         return await super().run(example, ctx)
 
 
@@ -31,7 +32,7 @@ PLACE = "(tests/stages/test_own_code.py, line 24, in run)"
 @pytest.fixture
 def collector(monkeypatch):
     monkeypatch.setattr("mmrl.stages.collect.annotate", lambda forwards, forest: forest)
-    made = rl_stage_of(config_of({"train.batch_size": 4, "algo.group_size": 2}), FakeEngine(seeded_letter))
+    made: Any = rl_stage_of(config_of({"train.batch_size": 4, "algo.group_size": 2}), FakeEngine(seeded_letter))
     made.notes = []
     made.log.progress.note = made.notes.append
     return made

@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 from dataclasses import replace
+from typing import Any
 
 import dspy
 import pytest
@@ -87,7 +88,12 @@ def test_a_proposal_that_cannot_be_used_is_noted_and_changes_nothing(tmp_path, t
 def test_instructions_of_a_file_are_tried_and_no_model_writes_any(tmp_path, task):
     file = tmp_path / "instructions.yaml"
     file.write_text("classify.predict:\n- Do well, please.\n- Name the intent.\n")
-    options = {**MIPRO, "num_instruct_candidates": None, "max_bootstrapped_demos": 0, "max_labeled_demos": 0}
+    options: dict[str, Any] = {
+        **MIPRO,
+        "num_instruct_candidates": None,
+        "max_bootstrapped_demos": 0,
+        "max_labeled_demos": 0,
+    }
     result, _ = optimised(tmp_path / "run", task, **options, instructions=str(file))
     trials = lines(tmp_path / "run" / "prompts" / "trials.jsonl")
     tried = [trial["modules"]["classify.predict"]["instructions"] for trial in trials]
@@ -109,7 +115,7 @@ def test_instructions_of_a_file_are_tried_and_no_model_writes_any(tmp_path, task
 def test_a_file_of_instructions_that_cannot_be_used_is_refused(tmp_path, task, text, says):
     file = tmp_path / "instructions.yaml"
     file.write_text(text)
-    options = {"max_bootstrapped_demos": 0, "max_labeled_demos": 0, "instructions": str(file)}
+    options: dict[str, Any] = {"max_bootstrapped_demos": 0, "max_labeled_demos": 0, "instructions": str(file)}
     (problem,) = prompt_problems(prompt_command(task[0], "miprov2", **options), task[1])
     assert problem.startswith(f"algo.instructions: {file}") and says in problem
 
@@ -138,7 +144,7 @@ def test_failed_rollouts_are_counted_and_never_demonstrations(tmp_path, task):
     assert history[0]["rollouts/failed/parse"] == unread and history[0]["rollouts/failed_share"] == 0
 
 
-def test_trials_in_which_every_rollout_fails_ring_an_alarm_with_a_reply(tmp_path, task):
+def test_trials_in_which_every_rollout_fails_ring_an_alarm_with_a_reply(tmp_path, task, monkeypatch):
     answer = better_with_demonstrations(task[1])
 
     def lost_by_demonstrations(messages, temperature, seed):
@@ -147,7 +153,7 @@ def test_trials_in_which_every_rollout_fails_ring_an_alarm_with_a_reply(tmp_path
 
     notes: list[str] = []
     stage = prompt_stage(tmp_path / "run", task, ScriptedEngine(lost_by_demonstrations), "miprov2", **MIPRO)
-    stage.log.progress.note = notes.append
+    monkeypatch.setattr(stage.log.progress, "note", notes.append)
     with stage.rundir:
         stage.result = stage.search()
     trials = lines(tmp_path / "run" / "prompts" / "trials.jsonl")

@@ -6,6 +6,7 @@ import itertools
 import json
 import sys
 import time
+from typing import Any
 
 import dspy
 import pytest
@@ -338,7 +339,8 @@ def test_agents_without_dspy_are_optimised_too(tmp_path, search, algo):
     options = {name: value for name, value in OPTIONS[algo].items() if name != "max_labeled_demos"}
     result, engine = optimised(tmp_path / "run", search, algo, answer, **options)
     assert result.improved and result.prompts.name == "prompts.yaml"
-    again = build_task(config.model_copy(update={"prompts": str(result.prompts)}), 0).all_prompts.by_module()
+    task_again: Any = build_task(config.model_copy(update={"prompts": str(result.prompts)}), 0)
+    again = task_again.all_prompts.by_module()
     trials = [trial for trial in lines(tmp_path / "run/prompts/trials.jsonl") if trial["full"]]
     best = next(trial for trial in trials if trial["score"] == result.best)["modules"]
     for module, prompt in again.items():

@@ -1,6 +1,7 @@
 """stages.sft: what is trained on, from which source; a killed stage continues to the same weights."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -63,7 +64,7 @@ def test_a_mini_world_task_and_labelled_rows_make_demonstrations(tmp_path):
 
 
 def test_a_chat_trains_the_last_message_of_the_assistant(tmp_path):
-    talk = {"messages": [*CHAT["messages"], MINE, {"role": "assistant", "content": "3"}], "module": "b"}
+    talk: Any = {"messages": [*CHAT["messages"], MINE, {"role": "assistant", "content": "3"}], "module": "b"}
     stage, _ = stage_of(tmp_path / "run", written(tmp_path / "chat.jsonl", talk, CHAT))
     (_, first), (where, second) = stage._demonstrated()
     assert first.module == "b" and second.module == "" and where.endswith("chat.jsonl line 2")

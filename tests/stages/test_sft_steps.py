@@ -51,7 +51,7 @@ def test_ids_are_the_rollouts_prompt_and_the_completion_with_its_end():
     assert item.prompt_ids == render_prompt(TOKENIZER, asked.messages)
     assert item.completion_ids[-1] == TOKENIZER.eos_token_id
     assert TOKENIZER.eos_token_id not in item.completion_ids[:-1]
-    assert TOKENIZER.decode(item.completion_ids[:-1]) == "<|im_end|>"
+    assert TOKENIZER.decode([*item.completion_ids[:-1]]) == "<|im_end|>"
     assert item.logprobs is None and tokens_of(item) == len(item.prompt_ids) + len(item.completion_ids)
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import gzip
 import json
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -87,7 +88,7 @@ def run(tmp_path):
         yield run
 
 
-ENTRY = {"call": "q/0#0", "reward": 0.1 + 0.2, "advantages": (1.5, 1.5), "weights": (0.25, 0.25)}
+ENTRY: dict[str, Any] = {"call": "q/0#0", "reward": 0.1 + 0.2, "advantages": (1.5, 1.5), "weights": (0.25, 0.25)}
 
 
 @pytest.mark.parametrize("entry", [ENTRY, Entry(**ENTRY)], ids=["mapping", "dataclass"])

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from mmrl.config import ModelConfig
+from mmrl.models.chat import render_prompt
 from mmrl.models.load import load_tokenizer
 from mmrl.retrieval.bm25 import Bm25Retriever
 from mmrl.retrieval.serving import make_app as retriever_app
@@ -230,4 +231,4 @@ def test_whatever_a_retriever_raises_its_queries_get_a_reply(error: BaseExceptio
 def test_a_text_of_every_private_use_character_is_a_prompt() -> None:
     text = "".join(map(chr, range(0xE000, 0xF8FF)))
     tokenizer = load_tokenizer(ModelConfig(name="tiny", path="tiny"))
-    assert text in tokenizer.decode(policy.render_prompt(tokenizer, [{"role": "user", "content": text}]))
+    assert text in tokenizer.decode([*render_prompt(tokenizer, [{"role": "user", "content": text}])])

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import pytest
 
@@ -77,7 +78,7 @@ def test_certificates_are_checked_whatever_the_first_address_is() -> None:
     """A plain address may redirect to one with TLS."""
 
     async def connected(client: HttpClient) -> tuple[bool, object]:
-        made = client._connect()
+        made: Any = client._connect()
         context = made._transport._pool._ssl_context
         await made.aclose()
         return context.check_hostname, context.verify_mode

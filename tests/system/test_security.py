@@ -5,6 +5,7 @@ import json
 import re
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
@@ -55,7 +56,7 @@ def test_a_server_with_a_token_answers_nothing_without_it(header, status):
     client = TestClient(app(TOKEN))
     headers = {} if header is None else {"Authorization": header}
     for method, path in [("GET", "/health"), ("POST", "/retrieve")]:
-        body = {"json": {"queries": ["river"]}} if method == "POST" else {}
+        body: dict[str, Any] = {"json": {"queries": ["river"]}} if method == "POST" else {}
         reply = client.request(method, path, headers=headers, **body)
         assert reply.status_code == status, (method, path)
         if status == 401:

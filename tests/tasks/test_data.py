@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -60,7 +61,7 @@ def test_official_records(tmp_path, name):
 
 DEEP = "[" * 100_000 + "]" * 100_000
 PARAGRAPH = {"title": "Thing", "paragraph_text": "Made by Ada.", "is_supporting": True}
-MUSIQUE = {"id": "2hop__1", "question": "Who made it?", "answer": "Ada", "answer_aliases": ["A. L."]}
+MUSIQUE: dict[str, Any] = {"id": "2hop__1", "question": "Who made it?", "answer": "Ada", "answer_aliases": ["A. L."]}
 MUSIQUE |= {"paragraphs": [PARAGRAPH]}
 POPQA = {"id": 1, "question": "Who?", "possible_answers": '["Ada"]', "paragraphs": [{"title": "Thing", "text": "x"}]}
 
@@ -208,8 +209,8 @@ def test_records_of_questions_alone_are_read_under_any_layout(tmp_path, layout, 
 
 def test_records_with_paragraphs(tmp_path):
     both = [("T", True), ("U", False)]
-    musique = {"id": "2hop__1_2", "question": "Q?", "answer": "Ada", "answer_aliases": ["Ada L."]}
-    popqa = {"id": 7, "question": "Q?", "possible_answers": '["a"]', "prop": "author"}
+    musique: dict[str, Any] = {"id": "2hop__1_2", "question": "Q?", "answer": "Ada", "answer_aliases": ["Ada L."]}
+    popqa: dict[str, Any] = {"id": 7, "question": "Q?", "possible_answers": '["a"]', "prop": "author"}
     for layout, row, text, expected in (
         ("musique", musique, "paragraph_text", ("2hop__1_2", ("Ada", "Ada L."), "2hop")),
         ("popqa", popqa, "text", ("7", ("a",), "author")),

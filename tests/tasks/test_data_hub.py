@@ -1,5 +1,7 @@
 """Data sets of the hub: columns, splits, a hub that does not answer; local parquet stands for what is fetched."""
 
+from typing import Any
+
 import pyarrow.parquet
 import pytest
 
@@ -44,11 +46,11 @@ def test_a_date_beyond_the_year_9999_is_told_with_its_row(here):
         load("own/set", "nq")
 
 
-TRIVIA = {"question": "Q?", "question_id": "t1", "question_source": "s"}
+TRIVIA: dict[str, Any] = {"question": "Q?", "question_id": "t1", "question_source": "s"}
 TRIVIA |= {"answer": {"value": "Ada", "aliases": ["Ada", "A."], "normalized_aliases": ["ada", "a"]}}
 POPQA = {"id": 7, "subj": "S", "prop": "capital", "question": "Q?", "possible_answers": '["Ada", "A."]'}
 FLASHRAG = {"id": "dev_0", "question": "Q?", "golden_answers": ["Ada", "A."]}
-MUSIQUE = {"id": "2hop__1", "question": "Q?", "answer": "Ada", "answer_aliases": ["A."]}
+MUSIQUE: dict[str, Any] = {"id": "2hop__1", "question": "Q?", "answer": "Ada", "answer_aliases": ["A."]}
 MUSIQUE |= {"paragraphs": [{"idx": 0, "title": "T", "paragraph_text": "x", "is_supporting": True}]}
 HUB = [
     # id, split of the repository, layout, a row with its columns

@@ -52,12 +52,12 @@ def test_shards_of_a_folder_a_pattern_and_a_list_are_the_rows_in_order(tmp_path)
         (folder / "README.md").touch()
         assert read(folder) == read(f"{folder}/*.{kind}") == read(f"{tmp_path}/{kind[:3]}*/**/*-of-*.{kind}") == ROWS
         names = [str(path) for path in sorted(folder.glob(f"0*.{kind}"))]
-        assert read(",".join(names)) == read(DataConfig(train=names).train) == ROWS
+        assert read(",".join(names)) == read(DataConfig.model_validate({"train": names}).train) == ROWS
         assert read(",".join(reversed(names))) == ROWS[6:] + ROWS[3:6] + ROWS[:3], "a list is in its own order"
     named = saved(tmp_path / "a,b.jsonl", ROWS)
     assert read(named) == ROWS
     with pytest.raises(ValueError, match=r"got 'a,b\.jsonl' in a list"):
-        DataConfig(train=("a,b.jsonl", "c.jsonl"))
+        DataConfig.model_validate({"train": ("a,b.jsonl", "c.jsonl")})
 
 
 @pytest.mark.parametrize("layout", ["data/train-{}", "train/{}", "train/part-{}", "train_{}"])

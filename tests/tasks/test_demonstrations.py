@@ -2,6 +2,7 @@
 
 from collections import Counter
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -63,7 +64,7 @@ def test_demonstrations_have_the_ids_of_a_run_and_earn_everything(name, reward_s
     task = with_program(TASKS[name](default_config(name, **options), 0))
     examples = [example for example in task.examples("dev")[:60] if demonstrations(task, example)]
     taught = [encode(tokenizer, shown) for example in examples for shown in demonstrations(task, example)]
-    known = {item.prompt_ids: item.completion_ids[:-1] for item in taught}
+    known: dict[Any, Any] = {item.prompt_ids: item.completion_ids[:-1] for item in taught}
     other = tuple(encode_text(tokenizer, OTHER))
     env = environment(task, Known(lambda request: known.get(request.prompt_ids, other)))
     env.render, env.extend = partial(render_prompt, tokenizer), partial(render_observation, tokenizer)

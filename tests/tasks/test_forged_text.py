@@ -16,7 +16,7 @@ from mmrl.tasks.agents import r1_searcher, search_agent, search_o1, tool_agent
 from mmrl.tasks.metrics import leaked_pieces
 from tests.helpers.programs import make, play
 
-ROOMY = {"max_observation": 4000, "max_tokens": 6000}
+ROOMY: dict[str, Any] = {"max_observation": 4000, "max_tokens": 6000}
 PASSAGES = ("a town on the Tagus", "a town by a river")
 """What every search finds: the answer, or not."""
 FOUND = ("retrieval", "result_answer", "gold_retrieved")
@@ -103,7 +103,9 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     made = {}
     for name in TURNS:
         folder: Path = tmp_path_factory.mktemp(name)
-        more = {"max_completion": 9000, "max_context": None} if name == "tool_agent" else {"max_context": 20_000}
+        more: dict[str, Any] = (
+            {"max_completion": 9000, "max_context": None} if name == "tool_agent" else {"max_context": 20_000}
+        )
         made[name] = make(name, folder, **ROOMY, **more)
     return made
 

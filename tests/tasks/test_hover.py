@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 
@@ -118,7 +119,9 @@ def test_a_predictor_keeps_the_key_facts_of_its_own_hop(of):
     task.tools = {"search": Search()}
     trace = []
 
-    class Traced(type(task.program)):
+    kind: Any = type(task.program)
+
+    class Traced(kind):
         async def run(self, example, ctx):
             return await self.run_traced(example, ctx, trace)
 

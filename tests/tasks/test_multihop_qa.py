@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -172,7 +173,7 @@ def test_the_default_needs_neither_torch_nor_what_other_data_needs():
 
 @pytest.mark.parametrize("name", ["2wiki", "musique"])
 def test_out_of_domain_columns_have_questions_of_their_own(name):
-    task = TASKS[name](MultihopQaConfig(name=name), 0)
+    task: Any = TASKS[name](MultihopQaConfig(name=name), 0)
     assert task.dataset == name
     trained = {example.inputs["question"] for example in make().examples("train")}
     assert not trained & {example.inputs["question"] for example in task.examples("dev")}

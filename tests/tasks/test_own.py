@@ -1,5 +1,7 @@
 """`OwnTask`: what it makes of a program, a reward and files, and refuses. `play`: rollouts from scripted replies."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -50,12 +52,15 @@ async def later(example, prediction):
     return 0.25
 
 
+NUMBERS: dict[str, Any] = {"reward": np.int64(1), "metrics": {"loud": torch.tensor(True)}}
+
+
 @pytest.mark.parametrize(
     ("reward", "said"),
     [
         (lambda e, p: Score(reward=0.5, metrics={"loud": 1.0}), (0.5, {"loud": 1.0}, None)),
         (lambda e, p: True, (1.0, {}, None)),
-        (lambda e, p: Score(reward=np.int64(1), metrics={"loud": torch.tensor(True)}), (1.0, {"loud": 1.0}, None)),
+        (lambda e, p: Score(**NUMBERS), (1.0, {"loud": 1.0}, None)),
         (later, (0.25, {}, None)),
         (lambda e, p: "good", (None, {}, "reward")),
     ],
@@ -93,7 +98,8 @@ def test_what_does_not_fit_is_refused_by_its_part(tmp_path):
     """What is refused else, and why: test_own_imported."""
     modules = problems(tmp_path, parts=OwnTask(shout, loud, inputs=["word"]))
     assert modules == "task shout: OwnTask(modules=...): missing; expected the names that shout passes to ctx.call"
-    said = problems(tmp_path, parts=OwnTask(Answer, lambda prediction: 1.0, inputs=["word"])).splitlines()
+    too_few: Any = lambda prediction: 1.0  # noqa: E731
+    said = problems(tmp_path, parts=OwnTask(Answer, too_few, inputs=["word"])).splitlines()
     assert said == [
         "task shout: OwnTask(reward=...): takes (prediction), expected a function (record, prediction) -> number",
         "task shout: OwnTask(inputs=...): got word, but Answer.forward takes (text)",

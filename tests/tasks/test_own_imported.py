@@ -112,7 +112,7 @@ def test_an_async_function_with_named_modules(own):
 
 def scored(made, value):
     """The rollout whose metric returns `value`."""
-    sys.modules["own_program"].returned = value
+    vars(sys.modules["own_program"])["returned"] = value
     (rollout,) = play(made, lambda request: filled(answer="x"), made.examples("train")[:1]).rollouts
     return rollout
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -141,8 +142,9 @@ def test_a_set_for_another_program_is_refused():
 
 @pytest.mark.parametrize("name", PROMPTED)
 def test_every_task_has_a_prompt_set_and_programs_do_not_share_it(name, tmp_path):
-    task = TASKS[name](default_config(name), 0)
-    assert isinstance(task, PromptedTask)
+    task: Any = TASKS[name](default_config(name), 0)
+    prompted: Any = PromptedTask
+    assert isinstance(task, prompted)
     start = task.all_prompts.by_module()
     assert tuple(start) == PROMPTED[name][0]
     assert not any(prompt.shots for prompt in start.values())
@@ -151,13 +153,13 @@ def test_every_task_has_a_prompt_set_and_programs_do_not_share_it(name, tmp_path
     assert program is not task.program
     assert task.all_prompts.by_module() == start
     task.all_prompts.replaced(changed).write(tmp_path / "best.yaml")
-    again = TASKS[name](default_config(name, prompts=str(tmp_path / "best.yaml")), 0)
+    again: Any = TASKS[name](default_config(name, prompts=str(tmp_path / "best.yaml")), 0)
     assert again.all_prompts.by_module() == changed
     assert again.program.prompts.texts == program.prompts.texts != task.program.prompts.texts
 
 
 def test_of_the_two_instructions_of_qa_direct_the_one_in_use_changes():
-    task = TASKS["qa_direct"](default_config("qa_direct", chain_of_thought=True), 0)
+    task: Any = TASKS["qa_direct"](default_config("qa_direct", chain_of_thought=True), 0)
     assert task.all_prompts.by_module()["solver"].instructions.startswith("Think step by step")
     program = task.make_program(task.all_prompts.replaced({"solver": ModulePrompt("Ponder")}))
     assert program.question("Q", True)[0] == message("system", "Ponder")
@@ -205,7 +207,7 @@ def test_modules_with_contexts_of_their_own_show_their_first_call(tmp_path):
 
 
 def test_demonstrations_that_leave_no_room_fail_as_any_long_prompt_does():
-    task = TASKS["qa_direct"](default_config("qa_direct"), 0)
+    task: Any = TASKS["qa_direct"](default_config("qa_direct"), 0)
     room = sum(len(m["content"]) + 1 for m in task.program.question(EXAMPLE.inputs["question"], False)) + 100
 
     def played(shots):
@@ -241,7 +243,7 @@ def call(**fields):
     ],
 )
 def test_what_cannot_be_shown(path, expected):
-    task = TASKS["hotpotqa"](default_config("hotpotqa"), 0)
+    task: Any = TASKS["hotpotqa"](default_config("hotpotqa"), 0)
     assert task.shot_of(path, "m") == expected
     assert task.shot_of(path, "absent") is None
 

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 
 from mmrl.errors import ConfigError
@@ -20,10 +22,11 @@ def test_a_file_replaces_what_it_names(tmp_path):
     prompts = SearchProgram(load_prompts(TEMPLATES, path), 5)
     assert prompts.rewriter("{x}")[1]["content"] == "Frage: {x} {json}"
     assert prompts.rewriter("Q")[0]["content"] == TEMPLATES["rewriter"]["system"].text
-    answerer = prompts.answerer("Q", [{"title": "T", "text": "body"}])
+    documents: Any = [{"title": "T", "text": "body"}]
+    answerer = prompts.answerer("Q", documents)
     assert [message["role"] for message in answerer] == ["user"]
     assert "[0] body" in answerer[0]["content"]
-    assert "Document0: T | body" in prompts.reranker("Q", [{"title": "T", "text": "body"}])[1]["content"]
+    assert "Document0: T | body" in prompts.reranker("Q", documents)[1]["content"]
 
 
 def test_all_problems_at_once_each_with_its_place(tmp_path):

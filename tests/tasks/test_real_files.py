@@ -1,5 +1,7 @@
 """Every question answering program on the public files of every data set: loaded, searched, played, scored."""
 
+from typing import Any
+
 import pytest
 
 from mmrl.config import DataConfig
@@ -36,7 +38,9 @@ TURNS = {
 def test_an_agent_that_knows_earns_what_the_official_rules_say(data_dir, name, dataset):
     file, corpus = FILES[dataset]
     path = str(data_dir / file)
-    limits = {} if name == "qa_direct" else {"max_observation": 9000, "max_context": 60_000, "max_tokens": 2000}
+    limits: dict[str, Any] = (
+        {} if name == "qa_direct" else {"max_observation": 9000, "max_context": 60_000, "max_tokens": 2000}
+    )
     if name == "tool_agent":
         limits["max_completion"] = 50_000
     if name != "qa_direct" and corpus:

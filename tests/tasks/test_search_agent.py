@@ -1,6 +1,7 @@
 """The search agent: which text acts, what every turn earns, limits, injected tags, demonstrations."""
 
 import re
+from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -25,7 +26,11 @@ ASK = "<think>a</think><search>river Lisbon</search>"
 MISS = "<think>a</think><search>city Douro</search>"
 RIGHT = "<think>b</think><answer>the Tagus</answer>"
 WRONG = "<think>b</think><answer>Douro</answer>"
-ROOMY = {"max_observation": 4000, "max_context": 40000, "max_tokens": 400}  # a token is a character here
+ROOMY: dict[str, Any] = {
+    "max_observation": 4000,
+    "max_context": 40000,
+    "max_tokens": 400,
+}  # a token is a character here
 
 
 @pytest.fixture
@@ -231,6 +236,7 @@ def test_reward_options(tmp_path):
     ],
 )
 def test_retrieval_match(information, answer, normalized, case_insensitive):
+    match: Any
     for match, expected in (("normalized", normalized), ("case_insensitive", case_insensitive)):
         rules = SearchAgentConfig(name="search_agent", retrieval_match=match)
         turns = [SearchTurn(ASK, information), SearchTurn(RIGHT, None)]

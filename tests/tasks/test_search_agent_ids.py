@@ -1,6 +1,7 @@
 """The search agent's token ids: observations counted and cut as sampled."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -20,10 +21,10 @@ class Known(FakeEngine):
     """Says what a demonstration says, if the prompt has exactly its ids."""
 
     async def generate(self, request):
-        ids = self.answer(request)
+        ids: Any = self.answer(request)
         return Completion(ids=ids, logprobs=(-0.5,) * len(ids), finish="eos" if ids[-1:] == self.end else "stop")
 
-    end = ()
+    end: tuple[int, ...] = ()
 
 
 @pytest.mark.parametrize("ended", [False, True])

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from mmrl.tasks.agents.tool_agent import read_command
 from tests.helpers.programs import EXAMPLE, make, play
 from tests.tasks.test_search_agent import turn_rewards
 
-ROOMY = {"max_observation": 4000, "max_completion": 9000, "max_tokens": 6000, "max_context": None}
+ROOMY: dict[str, Any] = {"max_observation": 4000, "max_completion": 9000, "max_tokens": 6000, "max_context": None}
 
 
 def command(query="river Lisbon", **changes):
@@ -70,7 +71,8 @@ def test_the_turn_reward_stands_where_the_first_turn_ends(task):
         rollouts=(rollout, copied(other)),
         modules=("agent",),
     )
-    algo = ALGO_SCHEMAS["mt_grpo"](name="mt_grpo", group_size=2, beta=0.0)
+    schema: Any = ALGO_SCHEMAS["mt_grpo"]
+    algo = schema(name="mt_grpo", group_size=2, beta=0.0)
     advantage = {e.call: e.advantages[0] for e in ALGORITHMS["mt_grpo"].credit(forest, algo, 0).entries}
     first, second = advantage["e/0#0"], advantage["e/0#4"]
     assert [advantage[f"e/0#{turn}"] for turn in range(5)] == pytest.approx([first, first, first, second, second])

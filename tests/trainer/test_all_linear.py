@@ -1,12 +1,14 @@
 """`model.lora.targets=[all-linear]`: the same adapter on architectures that name their layers in other ways."""
 
+from typing import Any
+
 import pytest
 from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoXConfig, LlamaConfig
 
 from mmrl.config import AlgoConfig, LoraConfig, ModelConfig, TrainConfig
 from mmrl.trainer.settings import Settings
 
-SIZES = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 MODELS = {
     "llama": (
         LlamaConfig(**SIZES, intermediate_size=32),

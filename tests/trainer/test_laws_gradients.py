@@ -159,7 +159,7 @@ def cosine(forest, folder):
         calls = [with_changes(call, logprobs=None) for call in calls_of(forest, name, **options)]
         _, found = gradients(trainer, calls)
         flat.append(torch.cat([value.flatten() for value in found.values()]))
-    return float(torch.nn.functional.cosine_similarity(*flat, dim=0))
+    return float(torch.nn.functional.cosine_similarity(flat[0], flat[1], dim=0))
 
 
 def test_law_4_module_and_trajectory_objectives_are_parallel_with_equal_lengths_and_not_with_others(tmp_path):

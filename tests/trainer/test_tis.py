@@ -64,8 +64,9 @@ def test_law_weights_lie_between_0_and_the_cap_and_are_exact_below_it(pairs: Any
 @pytest.mark.parametrize("algo", [{}, {"epochs": 2}], ids=["one_update", "two"])
 def test_law_without_a_gap_the_option_changes_nothing(algo: dict[str, Any], tmp_path: Path) -> None:
     losses, weights = [], []
-    for name, options in (("off", {}), ("on", {"tis": 2.0})):
-        options |= {"algo": {"beta": 0.05, **algo}, "old_logprobs": "recompute", "steps": 2}
+    tis: dict[str, Any]
+    for name, tis in (("off", {}), ("on", {"tis": 2.0})):
+        options = tis | {"algo": {"beta": 0.05, **algo}, "old_logprobs": "recompute", "steps": 2}
         trainer, seen = trained(tmp_path / name, tiny_model(dtype=torch.float64), agreeing, **options)
         losses.append([metrics["train/loss"] for metrics in seen])
         weights.append(torch.cat([p.detach().flatten() for p in trainer.model.parameters()]))

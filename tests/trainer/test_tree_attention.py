@@ -102,7 +102,10 @@ def test_calls_of_the_kernel_cover_each_pair_once(
         assert torch.equal(seen, mask(tree).long()[list(queried)])
 
 
-class Layer(torch.nn.Module):
+Module: Any = torch.nn.Module
+
+
+class Layer(Module):
     """What attention is told of the layer that calls it."""
 
     def __init__(self, layer_idx: int):
@@ -217,7 +220,7 @@ def test_without_a_tree_it_is_sdpa() -> None:
 def test_mixed_types_under_autocast_are_joined() -> None:
     tree = tree_of([(7,) * 9])
     query, key, value = inputs(9, 1, 1, torch.float32)
-    out, _ = attention(torch.nn.Module(), query, key, value.bfloat16(), None, scaling=0.3, tree=tree)
+    out, _ = attention(Layer(0), query, key, value.bfloat16(), None, scaling=0.3, tree=tree)
     assert out.dtype == torch.bfloat16
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -13,7 +14,7 @@ from mmrl.trainer.tries import MAX_HEIGHT, bin_pack, build_tries, flatten, make_
 
 
 @st.composite
-def sequences(draw: st.DrawFn) -> list[tuple[int, ...]]:
+def sequences(draw: Any) -> list[tuple[int, ...]]:
     """Sequences of which none is a prefix of another, with many shared beginnings."""
     found: set[tuple[int, ...]] = set()
     for _ in range(draw(st.integers(1, 9))):

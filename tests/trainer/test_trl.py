@@ -85,11 +85,12 @@ def trl_gradients(
         train_dataset=Dataset.from_dict({"prompt": ["a", "b"]}),
         processing_class=tiny_tokenizer(),
     )
+    arguments: Any = trainer.args
     trainer.beta = beta  # the constructor would want a reference model by name; the batch brings its values
     trainer.current_gradient_accumulation_steps = 1
     model.train()
     tokens = sum(len(call.call.completion_ids) for call in calls)
-    items = torch.tensor(float(tokens * trainer.args.steps_per_generation))  # of a batch that is generated at once
+    items = torch.tensor(float(tokens * arguments.steps_per_generation))  # of a batch that is generated at once
     total = trainer._compute_loss(model, trl_inputs(calls) | {"num_items_in_batch": items})
     total.backward()
     return float(total.detach()), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -150,9 +151,9 @@ def test_the_method_that_keeps_telemetry_silent_exists_in_trl() -> None:
 
 
 def test_trls_own_reward_path_can_never_run(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path)
+    own: Any = make_trainer(tmp_path).reward_funcs[0]
     with pytest.raises(RuntimeError, match="rewards come from mmrl"):
-        trainer.reward_funcs[0](prompts=["a"], completions=["b"])
+        own(prompts=["a"], completions=["b"])
 
 
 def test_a_run_is_silent(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -195,7 +195,7 @@ def test_schedules_count_optimizer_steps(schedule: str, warmup: int, expected: l
     rates: list[float] = []
     trainer = make_trainer(tmp_path, steps=2, algo={"epochs": 2}, schedule=schedule, warmup_steps=warmup)
     step = trainer.training_step
-    trainer.training_step = lambda *a, **k: (rates.append(trainer._get_learning_rate()), step(*a, **k))[1]  # type: ignore[method-assign,func-returns-value]
+    trainer.training_step = lambda *a, **k: (rates.append(trainer._get_learning_rate()), step(*a, **k))[1]
     trainer.train()
     assert rates == pytest.approx(expected)
 

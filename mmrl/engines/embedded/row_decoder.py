@@ -24,7 +24,7 @@ from mmrl.engines.embedded.hf_loop import HFLoop, WholeRows
 from mmrl.engines.embedded.pending import PendingRequest
 from mmrl.engines.embedded.sampling import sample
 from mmrl.errors import ConfigError, EngineFailure
-from mmrl.models.selfcheck import Probe, Way, logprobs_of, padding_noise, plain_logprobs
+from mmrl.models.selfcheck import CheckRow, Way, logprobs_of, padding_noise, plain_logprobs
 
 LOG = logging.getLogger("mmrl.engines")
 
@@ -211,14 +211,14 @@ class RowDecoder:
             self._unchecked.remove(name)
             # Of the run itself: they have the lengths and the special tokens that matter here.
             prompts = sorted({row.prompt_ids[:CHECKED_TOKENS] for row in rows}, key=len)
-            compared = [Probe(ids[: -(-len(ids) // 2)], ids[-(-len(ids) // 2) :][:CHECKED_STEPS]) for ids in prompts]
+            compared = [CheckRow(ids[: -(-len(ids) // 2)], ids[-(-len(ids) // 2) :][:CHECKED_STEPS]) for ids in prompts]
             if ends := [row for row in (compared[0], compared[-1]) if row.completion_ids]:
                 self.loops[name].stop()  # it notes the model's training modes anew at the next start
                 self.check(name, ends)
                 self.loops[name].start()
         return self.loops[name].prefill(rows)
 
-    def check(self, name: str, rows: Sequence[Probe]) -> Way | None:
+    def check(self, name: str, rows: Sequence[CheckRow]) -> Way | None:
         """Compare the log-probabilities of given rows by a loop with those of the model's plain forward.
 
         A loop that differs makes room, for the rest of the run, to the next slower one.
@@ -274,7 +274,7 @@ class RowDecoder:
 
 
 @torch.no_grad()
-def _replayed(loop: Loop, rows: Sequence[Probe]) -> list[list[float]]:
+def _replayed(loop: Loop, rows: Sequence[CheckRow]) -> list[list[float]]:
     """Return the completions' log-probabilities as they would be recorded if these very tokens were sampled together.
 
     Rows leave as they end, so that all that a loop does is done: prefill, steps, rows that go.

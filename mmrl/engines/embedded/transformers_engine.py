@@ -16,7 +16,7 @@ from mmrl.engines.base import Completion, EngineSetup, Request
 from mmrl.engines.embedded.batch_rows import Rules, engine_context, eos_ids
 from mmrl.engines.embedded.batcher import Batcher
 from mmrl.engines.embedded.row_decoder import RowDecoder
-from mmrl.models.selfcheck import Way, drawn_adapters, probes
+from mmrl.models.selfcheck import Way, check_rows, drawn_adapters
 from mmrl.store.policy import INITIAL
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class TransformersEngine(Batcher):
         """Results of the self-check, by set of weights."""
         if setup.weights is not None and checked:
             half = causal.dtype in (torch.bfloat16, torch.float16)
-            rows = probes(tokenizer, settings.vocab_size, self.max_context, half=half)
+            rows = check_rows(tokenizer, settings.vocab_size, self.max_context, half=half)
             with drawn_adapters(model):
                 self.ways = [way for name in weights if (way := decoder.check(name, rows)) is not None]
         super().__init__(decoder, config.schedule)

@@ -293,7 +293,7 @@ def probe_logprobs(model: PreTrainedModel, ids: Sequence[int], adapter: str | No
     """Compute the log-softmax of each of `ids` but the first, given those before it; length T - 1."""
     # Here and not above: an evaluation by a server never loads torch's models in this process.
     from mmrl.engines.embedded.hf_loop import HFLoop
-    from mmrl.models.selfcheck import Probe, plain_logprobs
+    from mmrl.models.selfcheck import CheckRow, plain_logprobs
 
     with HFLoop(model, adapter).using_adapter():
-        return plain_logprobs(model, [Probe(tuple(ids[:1]), tuple(ids[1:]))])[0]
+        return plain_logprobs(model, [CheckRow(tuple(ids[:1]), tuple(ids[1:]))])[0]

@@ -58,7 +58,7 @@ def mini_multihop(split: str, corpus: str = "mini", dataset: str = "hotpotqa", s
     return [_question(record, corpus, stepwise) for record in records]
 
 
-def mini_questions(dataset: str, split: str, corpus: str = "mini", stepwise: bool = False) -> list[Example]:
+def mini_questions(dataset: str, split: str, corpus: str, stepwise: bool = False) -> list[Example]:
     """Return single-hop questions for a data set of such, else multi-hop ones (`stepwise`: see `mini_multihop`)."""
     return mini_single(split, corpus) if dataset in SINGLE_HOP else mini_multihop(split, corpus, dataset, stepwise)
 

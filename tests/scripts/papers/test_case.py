@@ -18,9 +18,9 @@ def line(item, f1, **prediction):
 @pytest.fixture
 def table(tmp_path):
     """A run with evaluations after 0, 5, 10 and 15 steps, of three questions."""
-    scores = {0: (0.0, 0.0, 0.0), 5: (0.5, 0.2, 0.2), 10: (0.0, 0.0, 0.0), 15: (0.6, 0.8, 0.8)}
+    by_step = {0: (0.0, 0.0, 0.0), 5: (0.5, 0.2, 0.2), 10: (0.0, 0.0, 0.0), 15: (0.6, 0.8, 0.8)}
     with RunDir.create(tmp_path / "trained", {"eval": {"split": "dev"}}, ["mmrl"]) as run:
-        for step, of_items in scores.items():
+        for step, of_items in by_step.items():
             lines = [
                 line(f"q{n}", score, answer=f"a{step}", queries=["x", f"y\n{step}"], kept=None)
                 for n, score in enumerate(of_items)

@@ -102,8 +102,8 @@ def test_every_config_of_a_table_composes(name):
     table = read_table(name)
     composed = set()
     # At the first scale, the paper's, every pair; at others each row, each column, and what has words for itself.
-    few = {(pair[place], place): pair for place in (0, 1) for pair in table.pairs}.values()
-    few = dict.fromkeys([*few, *(pair for pair in table.pairs if pair[0] in table.columns[pair[1]].cells)])
+    of_each = {(pair[place], place): pair for place in (0, 1) for pair in table.pairs}.values()
+    few = dict.fromkeys([*of_each, *(pair for pair in table.pairs if pair[0] in table.columns[pair[1]].cells)])
     for scale in table.scales:
         for row, column in table.pairs if scale == table.scales[0] else few:
             for command in ("train", "eval"):

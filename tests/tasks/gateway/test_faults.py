@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from typing import Any
 
 import httpx
 import psutil
@@ -211,7 +212,7 @@ def test_a_result_that_is_none_is_a_failure(result, says):
 
 
 PICTURE = {"type": "image_url", "image_url": {"url": "data:x"}}
-BAD = {
+BAD: dict[str, Any] = {
     "many": {"n": 64},
     "images": {"messages": [{"role": "user", "content": [PICTURE]}]},
     "unknown": {"frobnicate": 1},

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import re
+from typing import Any
 
 import httpx
 
@@ -152,7 +153,8 @@ def test_rollouts_of_an_agent_are_the_same_again_and_rewards_of_calls_reach_thei
         ids = [(await post(base_url, api_key, model, example["question"])).json()["id"] for model in models]
         return {"score": 1.0, "rewards": {ids[0]: of_planner, ids[1]: 0.5}}
 
-    task, of_planner = of_two(scored, metric=None), 0.25
+    task = of_two(scored, metric=None)
+    of_planner: Any = 0.25
     forests = [rolled_out(task, Draws(), independent(2), reward_set="turn") for _ in range(2)]
     assert forests[0] == forests[1]
     for rollout in forests[0].rollouts:

@@ -3,6 +3,8 @@
 import asyncio
 import itertools
 import json
+from functools import partial
+from typing import Any
 
 import httpx
 import openai
@@ -12,10 +14,11 @@ from mmrl.serve import front
 from mmrl.serve.front import Finished, Running
 from mmrl.serve.protocol import CompletionRequest, Refused
 from mmrl.store.forest import check_forest
+from tests.helpers import Fake
 from tests.helpers.gateway import Scripted, agent_task, one, post, rolled_out, tokenizer
 
 ASK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where is Porto?"}]
-SEARCH = {
+SEARCH: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "search",
@@ -175,7 +178,7 @@ def test_a_reply_of_another_form_than_was_asked_for_does_not_parse_and_is_the_mo
         return json.loads(reply.choices[0].message.content)["b"]
 
     for text, present in (("no json", 0), ('{"a": 1}', 1)):
-        rollout, (call,) = one(agent_task(agent_of(work)), Scripted(lambda prompt, text=text: text))
+        rollout, (call,) = one(agent_task(agent_of(work)), Scripted(partial(lambda text, prompt: text, text)))
         assert (rollout.error, rollout.reward, call.ok) == ("parse", 0.0, False)
         assert (call.present_fields, call.expected_fields) == (present, 2)
     rollout, (call,) = one(agent_task(agent_of(work)), Scripted(lambda prompt: '{"a": 1, "b": "0"}'))
@@ -406,7 +409,7 @@ def test_more_requests_at_once_than_are_taken_are_asked_again_by_their_client(mo
 
 
 def test_a_reply_that_comes_as_its_client_leaves_waits_for_the_retry():
-    class Left:
+    class Left(Fake):
         async def receive(self):
             return {"type": "http.disconnect"}
 

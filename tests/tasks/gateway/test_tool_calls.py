@@ -2,6 +2,7 @@
 
 import json
 from functools import cache
+from typing import Any
 
 import httpx
 import pytest
@@ -11,7 +12,7 @@ from mmrl.models.replies import message_of
 from tests.helpers.gateway import Scripted, agent_task, one, tokenizer
 
 PARAMETERS = {"type": "object", "properties": {"q": {"type": "string"}}, "required": ["q"]}
-TOOL = {"type": "function", "function": {"name": "search", "parameters": PARAMETERS}}
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "search", "parameters": PARAMETERS}}
 USER = {"role": "user", "content": "Where?"}
 
 
@@ -74,7 +75,7 @@ def of_responses_stream(text):
 
 
 ANTHROPIC_TOOL = {"name": "search", "input_schema": PARAMETERS}
-CLIENTS = {
+CLIENTS: dict[str, tuple[Any, Any, Any]] = {
     "chat/completions": ({"messages": [USER], "tools": [TOOL]}, of_chat, of_chat_stream),
     "messages": (
         {"messages": [USER], "tools": [ANTHROPIC_TOOL], "max_tokens": 500},
@@ -151,7 +152,7 @@ SCHEMA = {
     "required": ["value", "sure"],
     "$defs": {"numbers": {"type": "array", "items": {"type": "integer"}}},
 }
-FORMS = {
+FORMS: dict[str, Any] = {
     "chat/completions": {
         "messages": [USER],
         "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}},
