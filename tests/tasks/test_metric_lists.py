@@ -117,9 +117,8 @@ def test_a_page_shows_the_sum(own):
 
 def test_metrics_of_dspys_form_get_none_for_further_arguments(own):
     assert played(task(own, "traced", "brief")).reward == 3.5
-    assert refusal(own, "traced", "brief", **PLAIN) == [
-        "task.metric: listed:traced takes (record, prediction, trace), expected a function (record, prediction) -> number"
-    ]
+    (said,) = refusal(own, "traced", "brief", **PLAIN)
+    assert said.startswith("task.metric: listed:traced takes (record, prediction, trace), expected a function")
 
 
 def test_one_metric_that_gives_no_number_fails_the_rollout_and_is_named(own):
