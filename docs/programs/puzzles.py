@@ -1,12 +1,14 @@
 """Puzzles of reasoning-gym, which makes and marks them (`pip install reasoning-gym`; no file and no hub).
 
-`python puzzles.py chain_sum min_terms=2 max_terms=2 min_digits=1 max_digits=2` writes chain_sum.dev.jsonl, the distinct
-ones of 400 puzzles, and chain_sum.train.jsonl, those of 4,000 that are not among them; the same on every machine.
-docs/real.md trains on them.
+`mmrl train experiment=sums` in this folder trains on sums and differences of two numbers of one or two digits. `python
+puzzles.py chain_sum min_terms=2 max_terms=2 min_digits=1 max_digits=2` writes the same puzzles, or others, into files:
+chain_sum.dev.jsonl has the distinct ones of 400, chain_sum.train.jsonl those of 4,000 that are not among them, the same
+on every machine. docs/real.md has results.
 """
 
 import json
 import sys
+from functools import partial
 
 import reasoning_gym
 
@@ -40,19 +42,34 @@ def metric(record, prediction):
     return {"score": score, "exact": float(score == 1)}
 
 
+def records(name, **options):
+    """Return split -> records of a generator's puzzles."""
+    asked, made = set(), {}
+    for split, (size, seed) in SPLITS.items():
+        made[split] = []
+        for entry in reasoning_gym.create_dataset(name, size=size, seed=seed, **options):
+            if entry["question"] in asked:
+                continue
+            if split == "dev":
+                asked.add(entry["question"])
+            made[split].append({"question": entry["question"], "puzzle": name, "entry": json.dumps(entry)})
+    return made
+
+
+def sums(split):
+    """Return a split of the sums and differences."""
+    return records("chain_sum", min_terms=2, max_terms=2, min_digits=1, max_digits=2)[split]
+
+
+train, dev = partial(sums, "train"), partial(sums, "dev")
+
+
 def main(name, *settings):
     """Write the files of a generator."""
     options = {key: int(value) for key, _, value in (setting.partition("=") for setting in settings)}
-    asked = set()
-    for split, (size, seed) in SPLITS.items():
+    for split, rows in records(name, **options).items():
         with open(f"{name}.{split}.jsonl", "w", encoding="utf-8") as file:
-            for entry in reasoning_gym.create_dataset(name, size=size, seed=seed, **options):
-                if entry["question"] in asked:
-                    continue
-                if split == "dev":
-                    asked.add(entry["question"])
-                record = {"question": entry["question"], "puzzle": name, "entry": json.dumps(entry)}
-                file.write(json.dumps(record) + "\n")
+            file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 if __name__ == "__main__":

@@ -272,14 +272,44 @@ def _in_names_of_files_and_metrics(names: tuple[str, ...]) -> tuple[str, ...]:
 ModuleNames = Annotated[tuple[str, ...], AfterValidator(_in_names_of_files_and_metrics)]
 
 
-class DspyProgramConfig(DspyPromptConfig):
+class MetricsConfig(TaskConfig):
+    """A metric of the user's, or several whose weighted sum is the reward."""
+
+    metric: str | tuple[str, ...] | None = Field(
+        None,
+        description="package.module:name of (record, prediction) -> number, or a list of them, whose sum is the "
+        "reward; with task=agent also null: the result is, or has, the score",
+    )
+    metric_weights: tuple[float, ...] = Field(
+        (), description="a factor for each metric of a list, 0 for one that is only reported; []: 1 each"
+    )
+    idle: ClassVar[list[Idle[Any]]] = [
+        Idle(
+            "metric_weights",
+            lambda task: not isinstance(task.metric, tuple),
+            "without a list of metrics; set task.metric=[package.module:name,…]",
+        )
+    ]
+
+    @model_validator(mode="after")
+    def _a_weight_each(self) -> Self:
+        metrics, weights = self.metric, self.metric_weights
+        if metrics == ():
+            raise ValueError("metric: got [], expected at least one package.module:name")
+        if isinstance(metrics, tuple) and len(weights) not in (0, len(metrics)):
+            raise ValueError(f"metric_weights: got {len(weights)}, expected one for each of the {len(metrics)} metrics")
+        if wrong := [weight for weight in weights if abs(weight) > FACTOR]:
+            raise ValueError(f"metric_weights: got {wrong[0]:g}, expected at most {FACTOR:g} in size")
+        return self
+
+
+class DspyProgramConfig(DspyPromptConfig, MetricsConfig):
     """A program of the user's, in DSPy or plain async code (`task=dspy`)."""
 
     # null in the schema, so that the task can report program, metric and inputs missing all at once
     program: str | None = Field(
         None, description="package.module:name of a dspy.Module, its factory, or an async function"
     )
-    metric: str | None = Field(None, description="package.module:name of (record, prediction) -> number")
     inputs: tuple[str, ...] = Field((), description="fields of a record that the program gets")
     modules: ModuleNames = Field((), description="modules of a program that is an async function")
     caught_parse_penalty: float = Field(
@@ -308,7 +338,7 @@ class CallRule(Section):
         return self
 
 
-class AnyAgentConfig(TaskConfig):
+class AnyAgentConfig(MetricsConfig):
     """An agent of the user's that calls a model by HTTP (`task=agent`)."""
 
     # null in the schema, so that the task can report all that is missing at once
@@ -318,9 +348,6 @@ class AnyAgentConfig(TaskConfig):
     command: str | None = Field(
         None,
         description="command line of a process for each rollout, in place of task.agent (docs/agents.md)",
-    )
-    metric: str | None = Field(
-        None, description="package.module:name of (record, result) -> number; null: the result is, or has, the score"
     )
     inputs: tuple[str, ...] = Field((), description="fields of a record that the agent gets")
     modules: ModuleNames = Field(("agent",), description="names of its parts")

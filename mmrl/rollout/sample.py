@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from contextvars import Context, copy_context
@@ -33,7 +32,7 @@ from mmrl.rollout.tape import Event
 from mmrl.rollout.teachers import TeacherForcedContext
 from mmrl.system.portal import on_rollout_loop
 from mmrl.system.user_code import as_json, copied, finite_numbers, user_failure
-from mmrl.tasks.base import Canonical, Described, Guarded, Program, Score
+from mmrl.tasks.base import RESERVED, Canonical, Described, Guarded, Program, Score
 
 
 @dataclass(slots=True)
@@ -392,17 +391,13 @@ def _name(path: Sequence[int]) -> str:
     return ".".join(str(part) for part in path)
 
 
-_RESERVED = re.compile(r"|n|reward|failed_share|model_failed|caught_parse|.*_(low|high)|(module|failed)/.*")
-"""Names that evaluations give to numbers of their own (`stages.evaluate.evaluation_metrics`)."""
-
-
 def _finite(score: Score) -> Score:
     """Convert the score to plain numbers.
 
     Raises:
         RewardFailure: one is no number, not finite or too large, or has a name that means something else.
     """
-    if reserved := sorted(name for name in score.metrics if _RESERVED.fullmatch(name)):
+    if reserved := sorted(name for name in score.metrics if RESERVED.fullmatch(name)):
         raise RewardFailure(f"the metric names {', '.join(map(repr, reserved))} are mmrl's own; choose others")
     return Score(
         reward=finite_numbers({"reward": score.reward})["reward"],

@@ -5,6 +5,7 @@ A program is ordinary async Python. It never sees metadata, rewards, groups or e
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -228,6 +229,10 @@ class Score:
     """What is said of it in words, for optimisers of prompts: by module; of all of them under an empty name."""
     turn_rewards: Mapping[str, float] = EMPTY
     """Call id -> intermediate reward; only for reward sets with turn rewards, never for the last call."""
+
+
+RESERVED = re.compile(r"|n|reward|failed_share|model_failed|caught_parse|.*_(low|high)|(module|failed)/.*")
+"""Names of metrics that evaluations give to numbers of their own (`stages.evaluate.evaluation_metrics`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,7 +77,8 @@ PAIRS = "algo.group_size=2 algo.zero_variance=refill algo.refill_rounds=1"
 ENDPOINT = "url: SERVER, key_env: null, model: m"
 MINI_AGENT = "tests.helpers.agents"
 FILES = f"task.data.train={MINI_AGENT}:TRAIN task.data.dev={MINI_AGENT}:DEV task.inputs=[question]"
-AGENT = f"task=agent task.agent={__name__}:agent task.metric={__name__}:right task.modules=[one,two] {FILES}"
+METRICS = f"task.metric=[{__name__}:right] task.metric_weights=[1]"
+AGENT = f"task=agent task.agent={__name__}:agent {METRICS} task.modules=[one,two] {FILES}"
 RUNS = (
     f"rl algo=grpo task=qa_direct {PAIRS} run.report_to=[tensorboard]",
     f"rl algo=mhgpo_is {PAIRS} algo.freeze_modules=[reranker] algo.frozen_serving=true",
@@ -104,7 +105,7 @@ RUNS = (
     f"task.external={{{ENDPOINT}, temperature: 0.5}}",
     f"prompts algo=miprov2 task=banking77 algo.auto=null algo.num_candidates=2 algo.num_trials=1 {FEW} "
     f"algo.prompt_model={{{ENDPOINT}}}",
-    f"prompts algo=bootstrap_fewshot task=dspy task.program={__name__}:Answerer task.metric={__name__}:right "
+    f"prompts algo=bootstrap_fewshot task=dspy task.program={__name__}:Answerer {METRICS} "
     f"{FILES} algo.num_candidate_programs=0 {FEW}",
     f"prompts algo=gepa task=banking77 algo.auto=null algo.max_metric_calls=12 {FEW}",
     "eval policy=tiny task.retriever.name=dense task.retriever.model=BERT",

@@ -8,19 +8,21 @@ What needs more (turn rewards, penalties, several reward sets) implements `mmrl.
 from __future__ import annotations
 
 import inspect
+import math
 import sys
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from typing_extensions import override
 
-from mmrl.config.tasks import DspyProgramConfig, TaskConfig
+from mmrl.config.tasks import DspyProgramConfig, MetricsConfig, TaskConfig
 from mmrl.errors import ConfigError, DataError, ProgramFailure, RewardFailure, gathered, refuse
 from mmrl.records import EMPTY, LARGEST, Call, Example
 from mmrl.system.objects import display_name, imported
 from mmrl.system.user_code import as_async, as_number, call_scorer, user_failure
-from mmrl.tasks.base import Context, Score, Task, Tool
+from mmrl.tasks.base import RESERVED, Context, Score, Task, Tool
 from mmrl.tasks.data.rows import Row, record_id
 from mmrl.tasks.dspy.base import DspyTask, awaits, is_dspy_module
 
@@ -87,7 +89,7 @@ class RecordTask(DspyTask):
     Args:
         key: `program`, `modules` or `inputs` -> what the user has set.
         name: name of the program, for messages.
-        reward: name of the reward, likewise.
+        rewards: name, likewise, of each function that scores -> the function.
         extra_arguments: True if the reward of a DSPy program gets None for further arguments, as DSPy's metrics do.
     """
 
@@ -99,7 +101,7 @@ class RecordTask(DspyTask):
         *,
         key: Callable[[str], str],
         name: str,
-        reward: str,
+        rewards: Mapping[str, Callable[..., Any]],
         extra_arguments: bool,
     ):
         self.parts_given, self.main_metric = parts, parts.main_metric
@@ -113,11 +115,10 @@ class RecordTask(DspyTask):
         self.absent_features = frozenset({"penalties", "observations"} if self.of_dspy else {"penalties"})
         with gathered(problems):
             super().__init__(config, seed)
-        # For `trace` and what else optimizers of DSPy pass to metrics, where a metric has no defaults for them.
-        count = required_arguments(parts.reward, 2) if extra_arguments and self.of_dspy else 0
-        self._extra_arguments = (None,) * count
-        if (takes := refusing_signature(parts.reward, None, None, *self._extra_arguments)) is not None:
-            problems.append(f"{reward} takes {takes}, expected a function (record, prediction) -> number")
+        for reward, function in rewards.items():
+            extra = further_arguments(function) if extra_arguments and self.of_dspy else ()
+            if (takes := refusing_signature(function, None, None, *extra)) is not None:
+                problems.append(f"{reward} takes {takes}, expected a function (record, prediction) -> number")
         if self.of_dspy and (problem := inputs_problem(self._program, parts.inputs)) is not None:
             problems.append(f"{key('inputs')}: got {', '.join(parts.inputs)}, {problem}")
         refuse(problems)
@@ -158,7 +159,8 @@ class _PluginTask(RecordTask):
             parts = replace(parts, program=parts.program.deepcopy())
         key = f"task {config.name}: OwnTask({{}}=...)".format
         name = getattr(parts.program, "__name__", type(parts.program).__name__)
-        super().__init__(parts, config, seed, key=key, name=name, reward=f"{key('reward')}:", extra_arguments=False)
+        rewards = {f"{key('reward')}:": parts.reward}
+        super().__init__(parts, config, seed, key=key, name=name, rewards=rewards, extra_arguments=False)
         self.tools = {name: as_async(tool) for name, tool in parts.tools.items()}
 
     def option_problems(self) -> list[str]:
@@ -205,12 +207,10 @@ class ImportedTask(RecordTask):
         }
         problems = [f"task.{name}: missing; {hint}" for name, hint in expected.items() if not getattr(config, name)]
         refuse(problems)
-        metric, path = imported("task.metric", str(config.metric)), str(config.program)
-        if not callable(metric):
-            raise ConfigError(f"task.metric: {config.metric} is a {type(metric).__name__}, expected a function")
+        metrics, path = imported_metrics(config), str(config.program)
+        metric = as_one(metrics, config)
         parts = OwnTask(imported("task.program", path), metric, config.inputs, config.modules, main_metric="score")
-        reward = f"task.metric: {config.metric}"
-        super().__init__(parts, config, seed, key="task.{}".format, name=path, reward=reward, extra_arguments=True)
+        super().__init__(parts, config, seed, key="task.{}".format, name=path, rewards=metrics, extra_arguments=True)
 
     async def score(self, example: Example, prediction: object, path: Sequence[Call], reward_set: str) -> Score:
         """Return the metric's number, or its `score` beside other numbers, which are reported, and its `feedback`.
@@ -226,7 +226,7 @@ class ImportedTask(RecordTask):
 
         known = dspy.Example(**record).with_inputs(*self.config.inputs)
         predicted = dspy.Prediction(**prediction) if isinstance(prediction, dict) else prediction
-        score = scored(await call_scorer(metric, known, predicted, *self._extra_arguments), "task.metric")
+        score = scored(await call_scorer(metric, known, predicted, *further_arguments(metric)), "task.metric")
         # Metrics of GEPA's form may say nothing until they are asked about one predictor.
         if score.feedback or not self.asked_about or refusing_signature(metric, *(None,) * 5) is not None:
             return score
@@ -241,8 +241,8 @@ class ImportedTask(RecordTask):
 
     @override
     def describe(self) -> Mapping[str, object]:
-        paths = {"program": self.config.program, "metric": self.config.metric}
-        return {**super().describe(), **{name: display_name(str(path)) for name, path in paths.items()}}
+        paths = {"program": str(self.config.program), "metric": ", ".join(paths_of(self.config))}
+        return {**super().describe(), **{name: display_name(path) for name, path in paths.items()}}
 
 
 def _program(source: Any, modules: Sequence[str], name: str, key: Callable[[str], str]) -> object:
@@ -296,6 +296,79 @@ def _is_program(value: object) -> bool:
     return is_dspy_module(value) or (hasattr(value, "modules") and hasattr(value, "run"))
 
 
+# --- metrics
+
+
+def paths_of(config: MetricsConfig) -> Sequence[str]:
+    """Return the import paths of the metrics."""
+    return (config.metric,) if isinstance(config.metric, str) else config.metric or ()
+
+
+def imported_metrics(config: MetricsConfig) -> dict[str, Callable[..., Any]]:
+    """Import the metrics: `task.metric: PATH` -> function.
+
+    Raises:
+        ConfigError: one is no function; two of a list have one name, or one has a name that means something else.
+    """
+    metrics, problems, names = dict[str, Callable[..., Any]](), list[str](), Counter(map(_name, paths_of(config)))
+    for path in paths_of(config):
+        with gathered(problems):
+            metrics[f"task.metric: {path}"] = metric = imported("task.metric", path)
+            if not callable(metric):
+                problems.append(f"task.metric: {path} is a {type(metric).__name__}, expected a function")
+    if not isinstance(config.metric, str):
+        problems += [
+            f"task.metric: got {count} of the name {name}; expected a name for each, under which it is reported"
+            for name, count in names.items()
+            if count > 1
+        ]
+        taken = [name for name in names if name == "score" or RESERVED.fullmatch(name)]
+        problems += [f"task.metric: got the name {name}, which is mmrl's own in a list; rename it" for name in taken]
+    refuse(problems)
+    return metrics
+
+
+def _name(path: str) -> str:
+    return path.rpartition(":")[2]
+
+
+def as_one(metrics: Mapping[str, Callable[..., Any]], config: MetricsConfig) -> Callable[..., Any]:
+    """Return the metric, of a list one that weighs all."""
+    if isinstance(config.metric, str):
+        return metrics[f"task.metric: {config.metric}"]
+    return WeightedMetrics(metrics, config.metric_weights or (1.0,) * len(metrics))
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedMetrics:
+    """Several metrics as one: their weighted sum, and each under its own name.
+
+    Args:
+        metrics: `task.metric: PATH` -> function.
+        weights: one for each.
+    """
+
+    metrics: Mapping[str, Callable[..., Any]]
+    weights: Sequence[float]
+
+    async def __call__(self, record: object, prediction: object) -> Score:
+        """Score by each in turn; what one reports beside its score is `NAME.KEY`.
+
+        Raises:
+            RewardFailure: as of `scored`.
+        """
+        numbers, parts, feedback = dict[str, float](), dict[str, float](), list[str]()
+        for (source, metric), weight in zip(self.metrics.items(), self.weights, strict=True):
+            name = _name(source)
+            score = scored(await call_scorer(metric, record, prediction, *further_arguments(metric)), source)
+            numbers |= {name if key == "score" else f"{name}.{key}": value for key, value in score.metrics.items()}
+            parts[name] = weight * score.reward
+            feedback += score.feedback.values()
+        total = math.fsum(parts.values())
+        said = {"": "\n".join(feedback)} if feedback else {}
+        return Score(reward=total, metrics={"score": total, **numbers}, parts=parts, feedback=said)
+
+
 def scored(result: object, source: str) -> Score:
     """Return a metric's result as a score: a number, or a mapping of numbers with `score`, and perhaps a `feedback`.
 
@@ -305,6 +378,8 @@ def scored(result: object, source: str) -> Score:
     Raises:
         RewardFailure: there is no `score`, or a number is not finite.
     """
+    if isinstance(result, Score):
+        return result
     # Where DSPy was never imported nothing can be an object of it, and importing it takes seconds.
     dspy = sys.modules.get("dspy")
     given = result.toDict() if dspy is not None and isinstance(result, dspy.Example) else result
@@ -336,14 +411,17 @@ def refusing_signature(function: Callable[..., Any], *args: object, **named: obj
     return None
 
 
-def required_arguments(function: Callable[..., Any], count: int) -> int:
-    """Count the positional arguments without a default after the first `count`."""
+def further_arguments(metric: Callable[..., Any]) -> Sequence[None]:
+    """Return what a metric gets beside record and prediction: None for each argument without a default.
+
+    DSPy's optimizers pass `trace` and more, and so metrics written for it may ask for them.
+    """
     try:
-        parameters = list(inspect.signature(function).parameters.values())
+        parameters = list(inspect.signature(metric).parameters.values())
     except (TypeError, ValueError):
-        return 0
+        return ()
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return sum(p.default is p.empty for p in positional[count:])
+    return (None,) * sum(p.default is p.empty for p in positional[2:])
 
 
 def inputs_problem(module: Any, fields: Sequence[str]) -> str | None:

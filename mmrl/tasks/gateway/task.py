@@ -29,7 +29,15 @@ from mmrl.system.command import CommandError, run_command
 from mmrl.system.objects import display_name, imported
 from mmrl.system.user_code import call_scorer, finite_numbers, in_thread, on_agent_loop
 from mmrl.tasks.base import Context, Score
-from mmrl.tasks.dspy.own import OwnTask, RecordTask, refusing_signature, scored
+from mmrl.tasks.dspy.own import (
+    OwnTask,
+    RecordTask,
+    as_one,
+    imported_metrics,
+    paths_of,
+    refusing_signature,
+    scored,
+)
 from mmrl.tasks.gateway.recorder import Recorder, reply_id
 
 CLIENTS = ("OPENAI_", "ANTHROPIC_")
@@ -139,17 +147,19 @@ class AgentTask(RecordTask):
             unknown(key, name, config.modules) for key, name in named.items() if name and name not in config.modules
         ]
         play: Any = _result
-        metric: Any = _result
+        metrics: Mapping[str, Callable[..., Any]] = {}
         with gathered(problems):
             play = _function(config.agent) if config.agent is not None else play
             play = _command(config.command, config.client_env) if config.command is not None else play
         with gathered(problems):
-            metric = _result if config.metric is None else imported("task.metric", config.metric)
+            metrics = imported_metrics(config)
         refuse(problems)
+        if isinstance(config.metric, tuple):
+            self.reward_sets = ("outcome",)  # rewards of single calls come from one metric
+        metric: Callable[..., Any] = _result if config.metric is None else as_one(metrics, config)
         parts = OwnTask(AgentProgram(play, config), metric, config.inputs, main_metric="score")
         name = config.agent or str(config.command)
-        reward = f"task.metric: {config.metric}"
-        super().__init__(parts, config, seed, key="task.{}".format, name=name, reward=reward, extra_arguments=False)
+        super().__init__(parts, config, seed, key="task.{}".format, name=name, rewards=metrics, extra_arguments=False)
 
     async def score(self, example: Example, prediction: Outcome, path: Sequence[Call], reward_set: str) -> Score:
         """Return the metric's number, or its `score` beside other numbers, which are reported.
@@ -170,12 +180,13 @@ class AgentTask(RecordTask):
         turns: dict[str, float] = {}
         if rewards is not None:
             reward, turns = _turn_rewards(rewards, path, reward)
-        return Score(reward=reward, metrics=metrics, turn_rewards=turns)
+        return Score(reward=reward, metrics=metrics, parts=score.parts, turn_rewards=turns)
 
     @override
     def describe(self) -> Mapping[str, object]:
-        paths = {"agent": self.config.agent or self.config.command, "metric": self.config.metric or "its own result"}
-        return {**super().describe(), **{name: display_name(str(path)) for name, path in paths.items()}}
+        metric = ", ".join(paths_of(self.config)) or "its own result"
+        paths = {"agent": self.config.agent or str(self.config.command), "metric": metric}
+        return {**super().describe(), **{name: display_name(path) for name, path in paths.items()}}
 
 
 def _turn_rewards(rewards: object, path: Sequence[Call], reward: float) -> tuple[float, dict[str, float]]:
