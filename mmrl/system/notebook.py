@@ -81,12 +81,15 @@ def outside_of_loops(work: Callable[[], T]) -> T:
             outcome.set_exception(error)
 
     # a daemon: a kernel that is restarted must not wait for the run
-    threading.Thread(target=run, name="mmrl-train", daemon=True).start()
+    thread = threading.Thread(target=run, name="mmrl-train", daemon=True)
+    thread.start()
     with _interrupts_raised():
         # Not `join`: interrupted, it takes a thread that runs for one that has ended (CPython 3.11).
         while not outcome.done():
             try:
                 wait([outcome], timeout=LOOK_S)
+                if thread.ident is not None and not outcome.done():
+                    stop.reach(thread.ident)
             except KeyboardInterrupt:
                 print("stopping: a step under way is trained and saved first", file=sys.stderr, flush=True)
                 stop.request()

@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from pathlib import Path
@@ -297,6 +298,38 @@ def test_the_stop_button_ends_a_run_which_goes_on_to_the_same_bits(
             mmrl.Run(folder).policy  # noqa: B018
     assert mmrl.resume(folder).path == folder
     assert numbers(folder) == numbers(made.path)
+
+
+@pytest.mark.parametrize("imports", [False, True])
+def test_the_stop_button_ends_a_run_that_loads_its_model(
+    made: mmrl.Run, imports: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, but after an import: half a module would stay in the process, in which the run goes on."""
+    folder = tmp_path / "run"
+    (tmp_path / "slow_module.py").write_text("import time\ntime.sleep(1)\nWHOLE = True\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def load(*args: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        if imports:
+            import slow_module  # type: ignore[import-not-found]
+
+            assert slow_module.WHOLE
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            time.sleep(0.01)
+        pytest.fail("not stopped")
+
+    async def cell() -> None:
+        mmrl.train(composed(folder))
+
+    with monkeypatch.context() as loading:
+        loading.setattr("mmrl.run.rl.load_trainer", load)
+        with pytest.raises(KeyboardInterrupt) as stopped:
+            asyncio.run(cell())
+    assert stopped.value.__notes__ == [f"continue with: mmrl train resume={folder}"]
+    assert ("slow_module" in sys.modules) == imports
+    assert numbers(mmrl.resume(folder).path) == numbers(made.path)
 
 
 def test_the_page_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
