@@ -233,6 +233,9 @@ def test_an_evaluation_is_shown_by_its_scores_and_items(evaluated):
     assert ["em", "0.500", "[0.500,", "0.500]"] in rows and ["data", "mini", "world"] in rows
     assert ["module/answerer/length", "0.500"] in rows and "finished" in text.splitlines()[0]
     assert f"all items:        mmrl show {evaluated.path} step=0" in text and "?" not in text
+    assert "Data: the embedded mini world" in text
+    evaluated.write_summary({"metrics": scores, "facts": {"data": "made up"}})
+    assert "Data: made up." in show_run(evaluated.path), "of a task of the user's own without a source"
 
 
 def test_the_items_of_an_evaluation_and_the_calls_of_one(evaluated):
