@@ -8,12 +8,14 @@ run.metrics.plot(y="reward/mean")
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel
+
 from mmrl import run
-from mmrl.config import EvalRunConfig, RootConfig, StageConfig
+from mmrl.config import EvalRunConfig, RootConfig, validate
 from mmrl.config.base import iter_leaves
 from mmrl.errors import ENDED, ConfigError, MmrlError
 from mmrl.store.policy import resolve
@@ -35,6 +37,8 @@ def words_of(*words: str, **settings: object) -> list[str]:
     """
     from mmrl.cli.overrides import hydra_value
 
+    if wrong := [word for word in words if not isinstance(word, str)]:
+        raise ConfigError(f"got a {type(wrong[0]).__name__}, expected words, such as 'algo=grpo', or named arguments")
     # the `name` of a group's mapping is the choice of that group, also below the name of a step
     choices = tuple(f".{group}.name" for group in GROUPS)
     said = [*words]
@@ -43,6 +47,8 @@ def words_of(*words: str, **settings: object) -> list[str]:
         value = os.fspath(value) if isinstance(value, os.PathLike) else value
         # Hydra does not read `from`.
         said.append(f"{key}={value if key == 'from' else hydra_value(key, value)}")
+    if nul := [word for word in said if "\0" in word]:
+        raise ConfigError(f"{nul[0].partition('=')[0]}: got a text with a NUL character")
     return said
 
 
@@ -79,9 +85,9 @@ def train(config: RootConfig) -> Run:
     Raises:
         MmrlError: whatever the command would have ended with, in the same words.
     """
-    if not isinstance(config, StageConfig):
+    if isinstance(config, EvalRunConfig):
         raise ConfigError("policy: is for mmrl.evaluate; leave it out")
-    return _as_command(lambda: finished(*run.train(config)))
+    return _as_command(lambda: finished(*run.train(_validated(config))))
 
 
 def evaluate(config: RootConfig) -> Run:
@@ -95,7 +101,7 @@ def evaluate(config: RootConfig) -> Run:
     """
     if not isinstance(config, EvalRunConfig):
         raise ConfigError("policy: missing, expected policy=RUN_DIR")
-    return _as_command(lambda: run.evaluate(config))
+    return _as_command(lambda: run.evaluate(_validated(config)))
 
 
 def resume(run_dir: Path | str) -> Run:
@@ -115,6 +121,20 @@ def resume(run_dir: Path | str) -> Run:
         return finished(path, session.resume(path))
 
     return _as_command(lambda: work(Path(run_dir)))
+
+
+def _validated(config: RootConfig) -> Any:
+    """Validate a config again: a copy that the user has made with other values (`model_copy`) has not been."""
+    if not isinstance(config, RootConfig):
+        raise ConfigError(f"got a {type(config).__name__}, expected the config that mmrl.compose returns")
+    return validate(type(config), _raw(config)).as_typed(config.typed)
+
+
+def _raw(value: Any) -> Any:
+    """Return what a config holds as mappings; pydantic's own way leaves keys out that no section has."""
+    if isinstance(value, BaseModel | Mapping):
+        return {key: _raw(inner) for key, inner in dict(value).items()}
+    return tuple(map(_raw, value)) if isinstance(value, tuple | list) else value
 
 
 def finished(folder: Path, code: int) -> Path:
@@ -163,7 +183,7 @@ class Run:
         folder = RunDir.read(self.path)
         records = folder.history()
         if evaluated := folder.summary.get("metrics"):
-            records = [{"step": resolve(self.policy).step or 0, **evaluated}]
+            records = [{"step": self.evaluations["step"][0], **evaluated}]
         return pd.DataFrame(records, index=pd.Index([record.pop("step") for record in records], name="step"))
 
     @property
@@ -174,10 +194,10 @@ class Run:
         from mmrl.stages.evaluate import read_items
 
         rows: list[dict[str, Any]] = []
-        for path in sorted((self.path / "eval").glob("step-*-*.jsonl")):
+        for path in sorted((RunDir.read(self.path).path / "eval").glob("step-*-*.jsonl")):
             place = {"step": step_of(path), "split": path.stem.rpartition("-")[2]}
             rows += [{**place, "id": item["id"], **item["metrics"]} for item in read_items(path)]
-        return pd.DataFrame(rows)
+        return pd.DataFrame(rows, columns=None if rows else ["step", "split", "id"])
 
     @property
     def policy(self) -> str:
@@ -204,7 +224,7 @@ class Run:
         Args:
             step: a training step, from 1.
             algos: names of algorithms; none: the one that it was trained with.
-            settings: of them: `algo={"group_size": 4}`.
+            settings: of them: `algo={"group_size": 4}`; and the command's `seed` and `page`.
 
         Raises:
             MmrlError: as the command.
@@ -214,6 +234,6 @@ class Run:
         from mmrl.cli.hydra import credit_request
         from mmrl.commands.credit import credited_calls
 
-        names = [f"algo={','.join(algos)}"] if algos else []
+        names = [f"algo={','.join(map(str, algos))}"] if algos else []
         request = credit_request([f"run={self.path}", f"step={step}", *names, *words_of(**settings)])
         return pd.DataFrame(credited_calls(request))

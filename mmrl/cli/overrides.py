@@ -10,7 +10,7 @@ import itertools
 import os
 import shlex
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
+from enum import Enum
 from typing import NoReturn
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -18,7 +18,7 @@ from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
 
 from mmrl.cli.arguments import CommandLine, find_repeated, sort_words
-from mmrl.config.base import in_quotes, value_at
+from mmrl.config.base import in_quotes, quoted_text, value_at
 from mmrl.config.validate import meant_keys
 from mmrl.errors import ConfigError, refuse, unknown
 from mmrl.store.policy import model_of, prompts_of
@@ -252,16 +252,20 @@ def hydra_value(key: str, value: object) -> str:
     """Return a value in Hydra's grammar.
 
     Raises:
-        ConfigError: it is no text, number, truth value, None, list or mapping of these.
+        ConfigError: it is no text, number, truth value, None, list or mapping of these, of numpy's and torch's either.
     """
+    if isinstance(value, Enum):
+        value = value.value
+    if hasattr(value, "tolist"):  # a number or an array
+        value = value.tolist()
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, int | float):
         return repr(value)
-    if isinstance(value, str | Path):
-        return in_quotes(str(value))
+    if isinstance(value, str | os.PathLike):
+        return quoted_text(os.fspath(value))
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{name}:{hydra_value(key, inner)}" for name, inner in value.items()) + "}"
-    if isinstance(value, Sequence):
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
         return f"[{','.join(hydra_value(key, inner) for inner in value)}]"
     raise ConfigError(f"{key}: got a {type(value).__name__}, expected text, a number, true, false, None or a list")

@@ -77,8 +77,17 @@ def credited_calls(request: CreditRequest) -> list[dict[str, object]]:
 
 
 def _credited(request: CreditRequest) -> tuple[Source, list[Credit]]:
+    """Compute the credit of each algorithm, and write its page where one is asked for."""
     source = Source(load_rollouts(request.rollouts)) if request.rollouts is not None else recorded_step(request)
-    return source, credit_all(request.algos, source, request.seed, request.user_keys)
+    credits = credit_all(request.algos, source, request.seed, request.user_keys)
+    if request.page is not None:
+        # matplotlib and templates: only here
+        from mmrl.commands.credit_page import write_page
+
+        pairs = zip(request.algos, credits, strict=True)
+        write_page(request.page, source.forest, credits, [table([a], source.forest, [c]) for a, c in pairs])
+        print(f"page: {request.page}", file=sys.stderr)
+    return source, credits
 
 
 def credit_command(request: CreditRequest, as_json: bool) -> int:
@@ -89,13 +98,6 @@ def credit_command(request: CreditRequest, as_json: bool) -> int:
     else:
         width = shutil.get_terminal_size((0, 0)).columns or None  # not a terminal: as wide as it gets
         print("\n".join([*_origin(request, source, width), table(request.algos, source.forest, credits, width)]))
-    if request.page is not None:
-        # matplotlib and templates: only where a page is asked for
-        from mmrl.commands.credit_page import write_page
-
-        pairs = zip(request.algos, credits, strict=True)
-        write_page(request.page, source.forest, credits, [table([a], source.forest, [c]) for a, c in pairs])
-        print(f"page: {request.page}", file=sys.stderr)
     if request.as_trained and (wrong := unlike_journal(credits[0], source.entries)):
         print(f"error: {request.folder}: step {request.step}: {wrong}", file=sys.stderr)
         return 1

@@ -299,9 +299,14 @@ def in_quotes(text: str) -> str:
     return f'"{escaped}"'
 
 
+def quoted_text(text: str) -> str:
+    """Return a text as Hydra reads it: in quotes where its grammar would take it for something else."""
+    return text if _PLAIN.fullmatch(text) else in_quotes(text)
+
+
 def path_override(key: str, path: object) -> str:
-    """Return `key=path` as Hydra reads it: in quotes where its grammar would take the path for something else."""
-    return f"{key}={path if _PLAIN.fullmatch(str(path)) else in_quotes(str(path))}"
+    """Return `key=path` as Hydra reads it."""
+    return f"{key}={quoted_text(str(path))}"
 
 
 # The one place that knows: `validate` puts the name in, `mmrl.models.load` finds the folder.

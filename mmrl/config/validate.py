@@ -28,8 +28,8 @@ CHOICES: Mapping[str, Mapping[str, type[BaseModel]]] = {
     "engine": ENGINE_SCHEMAS,
 }
 """Sections whose `name` picks their schema."""
-_HALF = re.compile(r"(?<!\\)\\ud[89a-f]")
-"""A lone surrogate, as `repr` writes it."""
+_UNFIT = re.compile(r"(?<!\\)(\\\\)*\\(ud[89a-f]|x00)")
+"""A lone surrogate or a NUL, as `repr` writes it."""
 
 
 def validate(schema: type[ConfigT], raw: Mapping[str, object], *, stored: bool = False) -> ConfigT:
@@ -39,10 +39,10 @@ def validate(schema: type[ConfigT], raw: Mapping[str, object], *, stored: bool =
         ConfigError: every problem in one go, each starting with the path that the user would type.
     """
     problems = _secrets_in(raw)
-    half = [path for path, value in flattened(raw).items() if _HALF.search(repr((path, value)))]
-    if half:  # pydantic could not even name such a key
+    if unfit := [path for path, value in flattened(raw).items() if _UNFIT.search(repr((path, value)))]:
+        # pydantic could not even name such a key
         raise ConfigError(
-            problems + [f"{path}: got a text with half a character, which no file can hold" for path in half]
+            problems + [f"{path}: got a text with half a character or a NUL, which no file can hold" for path in unfit]
         )
     problems += [] if stored else under_tiny(value_at(raw, "model.name"), value_at(raw, "model.path"))
     try:

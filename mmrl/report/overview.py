@@ -243,7 +243,11 @@ class Overview:
         splits = (*(() if self.evaluates else ("train",)), str(self.split))
         # The sentence that must not be missing: invented data, no public score.
         mini = [split for split in splits if sources.get(split) == "mini"]
-        if mini:
+        # A task of the user's own makes its data without a source, and says so.
+        stated = str((self.summary.get("facts") or {}).get("data", "mini world"))
+        if mini and "mini world" not in stated:
+            sentences.append(f"Data: {stated}.")
+        elif mini:
             sentences.append(
                 "Data: the embedded mini world, an invented world made by a seeded generator. Its scores say whether "
                 "training works; they are not scores on the public data set of the same name. "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +9,7 @@ from mmrl.config import RlRunConfig
 from mmrl.report.doctor import Probe, as_object, find, report
 from mmrl.stages.step_log import StepLog
 from mmrl.system.files import atomic_write, dumps
+from mmrl.system.notebook import global_state_kept
 
 if TYPE_CHECKING:
     from mmrl.stages.rl import RlStage
@@ -23,19 +23,11 @@ FILE = "doctor.json"
 def examined(stage: RlStage, examples: int) -> Probe:
     """Play a few examples; leaves all sources of random numbers as they were."""
     # It imports torch, which a refused config need not wait for.
-    import numpy
-    import torch
-
     from mmrl.stages.checkup import examine
 
     # A program of the user's may draw from the global sources; what the run draws from them stays as it would be.
-    python_state, numpy_state = random.getstate(), numpy.random.get_state()
-    try:
-        with torch.random.fork_rng():
-            return examine(stage, examples)[0]
-    finally:
-        random.setstate(python_state)
-        numpy.random.set_state(numpy_state)
+    with global_state_kept():
+        return examine(stage, examples)[0]
 
 
 def check_before_training(stage: RlStage, log: StepLog) -> None:

@@ -32,6 +32,7 @@ from mmrl.store.journal import read_step, write_step
 from mmrl.store.policy import Policy, describe_weights, is_shipped, other_task
 from mmrl.store.rundir import RunDir
 from mmrl.system.files import JsonObject
+from mmrl.system.notebook import global_state_kept
 from mmrl.system.stop import stoppable
 from mmrl.tasks.base import Task
 
@@ -59,6 +60,7 @@ def resume_evaluation(folder: Path) -> None:
         _evaluate(config, rundir)
 
 
+@global_state_kept()
 def _evaluate(config: EvalRunConfig, rundir: RunDir) -> None:
     import torch
 

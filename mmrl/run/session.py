@@ -44,6 +44,7 @@ from mmrl.store.rundir import RunDir
 from mmrl.system import ray_cluster
 from mmrl.system.files import JsonObject, plain, read_jsonl
 from mmrl.system.memo import read_replies
+from mmrl.system.notebook import global_state_kept
 from mmrl.system.processes import ALONE, Processes, join, launched, lost_a_process
 from mmrl.system.stop import stoppable
 
@@ -288,6 +289,7 @@ def session(
             total=steps, title=name, live=live, main_metric=metric, first_step=done, history=history, console=console
         ) as progress,
         stoppable(in_a_group=processes.world > 1) as stop,
+        global_state_kept(),
         released(task),
         trackers(display, rundir, **sent, warn=progress.note) as opened,
     ):

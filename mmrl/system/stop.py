@@ -1,14 +1,18 @@
 """Ending a run from outside: at once where nothing is lost by it, after the step elsewhere.
 
-By SIGTERM; of a run in a thread (`system.notebook`) by a flag, which the thread looks at where it waits for rollouts.
+By SIGTERM; of a run in a thread (`system.notebook`) by a flag, which the thread looks at where it waits for rollouts;
+where it loads something it is interrupted.
 """
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
 import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import NoReturn
@@ -39,6 +43,19 @@ class Stop:
         self.requested = True
         if self.forward is not None:
             self.forward(signal.SIGTERM, None)
+
+    def reach(self, thread: int) -> None:
+        """Raise `Stopped` in a thread that was asked to end and does not wait for rollouts, where it looks itself.
+
+        Nor inside an import, which could not be done again in this process: after it.
+        """
+        if not self.requested or self._held or self._raised or self.forward is not None:
+            return
+        frame = sys._current_frames().get(thread)
+        files = {frame.f_code.co_filename for frame, _ in traceback.walk_stack(frame)} if frame is not None else set()
+        if asyncio.runners.__file__ not in files and not any(file.startswith("<frozen importlib") for file in files):
+            self._raised = True
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Stopped))
 
     def end(self) -> NoReturn:
         """Raise `Stopped`; while what runs is being closed, `look` does not raise it again."""

@@ -80,8 +80,9 @@ def test_a_path_that_no_file_can_have_is_refused_in_words() -> None:
         _ = Source("task.data.train", "~\0").files("train")
 
 
-def test_a_config_with_half_a_character_is_refused_by_its_key() -> None:
+@pytest.mark.parametrize("name", ["a\ud800", "a\0", "\\\0"])
+def test_a_config_with_a_text_that_no_file_can_hold_is_refused_by_its_key(name: str) -> None:
     raw = dict(targets.configs()[0])
-    raw["run"] = {**raw["run"], "name": "a\ud800"}
-    with pytest.raises(ConfigError, match=r"run\.name: got a text with half a character"):
+    raw["run"] = {**raw["run"], "name": name}
+    with pytest.raises(ConfigError, match=r"run\.name: got a text with half a character or a NUL"):
         validate(RlRunConfig, raw)

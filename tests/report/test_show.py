@@ -10,6 +10,7 @@ from mmrl.errors import CheckpointError, ConfigError
 from mmrl.report.console import show_run
 from mmrl.report.html import report_run
 from mmrl.report.items import item_rows
+from mmrl.report.overview import Overview
 from mmrl.report.stats import module_facts
 from mmrl.report.text import align, clean
 from mmrl.report.trees import abridged, advantage_of, credit_line, format_reward, shorten_prediction
@@ -233,6 +234,14 @@ def test_an_evaluation_is_shown_by_its_scores_and_items(evaluated):
     assert ["em", "0.500", "[0.500,", "0.500]"] in rows and ["data", "mini", "world"] in rows
     assert ["module/answerer/length", "0.500"] in rows and "finished" in text.splitlines()[0]
     assert f"all items:        mmrl show {evaluated.path} step=0" in text and "?" not in text
+
+
+@pytest.mark.parametrize(
+    ("data", "says"), [("mini world", "Data: the embedded mini world"), ("made up", "Data: made up.")]
+)
+def test_data_that_a_task_makes_itself_are_not_the_mini_world(run, data, says):
+    overview = replace(Overview.from_run(RunDir.read(run.path)), summary={"facts": {"data": data}})
+    assert overview.kind[0].startswith(says)
 
 
 def test_the_items_of_an_evaluation_and_the_calls_of_one(evaluated):

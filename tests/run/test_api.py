@@ -6,14 +6,21 @@ import asyncio
 import json
 import os
 import pkgutil
+import random
 import re
 import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import mmrl
 from mmrl.api import words_of
@@ -62,6 +69,40 @@ def test_arguments_are_the_words_of_the_command(tmp_path: Path) -> None:
     assert again.model_dump() == config.model_dump(), "what the run directory keeps can be typed"
 
 
+class Choice(Enum):
+    GRPO = "grpo"
+
+
+@pytest.mark.parametrize(
+    ("value", "means"),
+    [
+        (np.int64(3), 3),
+        (np.float64(1e-4), 1e-4),
+        (np.bool_(True), True),
+        (np.array([1, 2]), [1, 2]),
+        (torch.tensor(3), 3),
+        (Choice.GRPO, "grpo"),
+        (Path("a b"), "a b"),
+        ((Path("a"), {"b": np.str_("null")}), ["a", {"b": "null"}]),
+        ("null", "null"),
+        ("a/b.c-d+e", "a/b.c-d+e"),
+        ("${x}", "${x}"),
+    ],
+    ids=repr,
+)
+def test_values_of_python_are_those_that_hydra_reads(value: Any, means: Any) -> None:
+    (word,) = words_of(**{"task.x": value})
+    assert OverridesParser.create().parse_override(word).value() == means
+
+
+def test_values_that_no_word_can_have_are_refused() -> None:
+    for value in (b"grpo", {1}, object(), 1j, range, iter([])):
+        with pytest.raises(ConfigError, match=r"^task\.x: got a \w+, expected text, a number"):
+            words_of(**{"task.x": value})
+    with pytest.raises(ConfigError, match=r"^run\.dir: got a text with a NUL character$"):
+        words_of("algo=grpo", run={"dir": "a\0b"})
+
+
 @pytest.mark.parametrize(
     ("words", "settings"),
     [
@@ -100,6 +141,9 @@ def test_what_is_wrong_is_said_as_the_command_says_it(
         (lambda: mmrl.evaluate(mmrl.compose()), "policy: missing, expected policy=RUN_DIR"),
         (lambda: mmrl.compose("-m", "seed=1,2"), "-m: not for mmrl.compose"),
         (lambda: mmrl.compose(config_dir="no/such"), "--config-dir: no folder 'no/such'"),
+        (lambda: mmrl.compose(["algo=grpo"]), "^got a list, expected words"),  # type: ignore[arg-type]
+        (lambda: mmrl.train({"seed": 1}), "^got a dict, expected the config that"),  # type: ignore[arg-type]
+        (lambda: mmrl.evaluate(None), "^got a NoneType, expected the config that"),  # type: ignore[arg-type]
         (lambda: mmrl.compose(train={"lr": object()}), r"train\.lr: got a object"),
         (lambda: mmrl.Run("no/such"), "no/such"),
         (lambda: mmrl.resume("no/such"), "no/such"),
@@ -108,6 +152,63 @@ def test_what_is_wrong_is_said_as_the_command_says_it(
 def test_what_only_python_can_get_wrong(call: Any, says: str) -> None:
     with pytest.raises(MmrlError, match=says):
         call()
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"seed": -1}, "^seed: got -1, expected greater"),
+        ({"train.steps": 5}, r"^train\.steps: unknown key"),
+        ({"train": {"lr": -1.0}}, r"^train\.lr: got -1\.0, expected greater"),
+        ({"train": {"step": 5}}, r"^train\.step: unknown key"),
+    ],
+)
+def test_a_config_that_was_changed_is_checked_again(
+    changed: dict[str, Any], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config: Any = mmrl.compose()
+    sections = {
+        key: getattr(config, key).model_copy(update=value) if isinstance(value, dict) else value
+        for key, value in changed.items()
+    }
+    with pytest.raises(ConfigError, match=says):
+        mmrl.train(config.model_copy(update=sections))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_leaves_its_process_as_it_was(made: mmrl.Run, tmp_path: Path) -> None:
+    """The threads of torch and all random numbers: what a script draws for its next run is no constant."""
+
+    def state() -> list[Any]:
+        return [random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist(), torch.get_num_threads()]
+
+    torch.set_num_threads(2)
+    before = state()
+    small = {"eval": {"items": 1, "bootstrap": 100}, "hardware": {"threads": 1}, "run": {"dir": tmp_path / "eval"}}
+    mmrl.evaluate(mmrl.compose(policy=made, **small))
+    mmrl.train(composed(tmp_path / "run"))
+    after = state()
+    torch.set_num_threads(1)
+    assert after == before
+
+
+def test_a_process_has_one_run_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads would share seeds, and load each other's models in part."""
+    refused: list[MmrlError] = []
+
+    def second(config: Any) -> Any:
+        with ThreadPoolExecutor() as pool:
+            error = pool.submit(mmrl.train, config).exception()
+        assert isinstance(error, MmrlError)
+        refused.append(error)
+        raise error
+
+    monkeypatch.setattr("mmrl.run.train", second)
+    for _ in range(2):
+        with pytest.raises(MmrlError, match="one is under way here"):
+            mmrl.train(composed(tmp_path))
+    assert len(refused) == 2
 
 
 def test_its_run_is_the_command_s(made: mmrl.Run, tmp_path: Path) -> None:
@@ -132,7 +233,7 @@ def test_what_a_run_has(made: mmrl.Run) -> None:
     assert repr(made) == f"mmrl.Run({str(made.path)!r})"
 
 
-def test_the_credit_of_a_step_is_what_it_was_trained_on(made: mmrl.Run, capsys: Any) -> None:
+def test_the_credit_of_a_step_is_what_it_was_trained_on(made: mmrl.Run, tmp_path: Path, capsys: Any) -> None:
     assert main(["credit", f"run={made.path}", "step=2", "--json"]) == 0
     calls = json.loads(capsys.readouterr().out)["calls"]
     credit = made.credit(step=2)
@@ -140,6 +241,8 @@ def test_the_credit_of_a_step_is_what_it_was_trained_on(made: mmrl.Run, capsys: 
     assert [list(row) for row in credit.advantages] == [call["advantages"] for call in calls]
     both = made.credit(2, "grpo", "mhgpo_rr", seed=1)
     assert both.algo.unique().tolist() == ["grpo", "mhgpo_rr"]
+    named = made.credit(2, algo="grpo", page=tmp_path / "c.svg")
+    assert named.algo.unique().tolist() == ["grpo"] and (tmp_path / "c.svg").is_file()
     with pytest.raises(ConfigError, match="step: got 9, expected a step that"):
         made.credit(9)
 
@@ -152,6 +255,12 @@ def test_a_policy_is_evaluated(made: mmrl.Run, tmp_path: Path) -> None:
     assert found.path == tmp_path / "e" and found.evaluations.split.tolist() == ["test"] * 3
     assert found.metrics.index.tolist() == [2] and found.policy == made.policy
     assert found.metrics.loc[2, "f1"] == pytest.approx(found.evaluations.f1.mean())
+    moved = made.path.rename(tmp_path / "moved")
+    assert found.metrics.index.tolist() == [2], "which needs no policy"
+    for read in (lambda: made.metrics, lambda: made.evaluations, lambda: made.report):
+        with pytest.raises(MmrlError, match="no such run directory"):
+            read()
+    moved.rename(made.path)
 
 
 def test_a_run_that_starts_from_another(made: mmrl.Run, tmp_path: Path) -> None:
@@ -185,10 +294,43 @@ def test_the_stop_button_ends_a_run_which_goes_on_to_the_same_bits(
     assert [path.name for path in RunDir.read(folder).checkpoints.glob("checkpoint-*")] == ["checkpoint-1"] * step
     assert mmrl.Run(folder).metrics.index.tolist() == [0, 1][: step + 1]
     if step == 0:
+        assert mmrl.Run(folder).evaluations.columns.tolist()[:3] == ["step", "split", "id"]
         with pytest.raises(ConfigError, match="has no checkpoint yet"):
             mmrl.Run(folder).policy  # noqa: B018
     assert mmrl.resume(folder).path == folder
     assert numbers(folder) == numbers(made.path)
+
+
+@pytest.mark.parametrize("imports", [False, True])
+def test_the_stop_button_ends_a_run_that_loads_its_model(
+    made: mmrl.Run, imports: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, but after an import: half a module would stay in the process, in which the run goes on."""
+    folder = tmp_path / "run"
+    (tmp_path / "slow_module.py").write_text("import time\ntime.sleep(1)\nWHOLE = True\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def load(*args: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        if imports:
+            import slow_module  # type: ignore[import-not-found]
+
+            assert slow_module.WHOLE
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            time.sleep(0.01)
+        pytest.fail("not stopped")
+
+    async def cell() -> None:
+        mmrl.train(composed(folder))
+
+    with monkeypatch.context() as loading:
+        loading.setattr("mmrl.run.rl.load_trainer", load)
+        with pytest.raises(KeyboardInterrupt) as stopped:
+            asyncio.run(cell())
+    assert stopped.value.__notes__ == [f"continue with: mmrl train resume={folder}"]
+    assert ("slow_module" in sys.modules) == imports
+    assert numbers(mmrl.resume(folder).path) == numbers(made.path)
 
 
 def test_the_page_of_the_docs_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
