@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from mmrl import run
-from mmrl.config import EvalRunConfig, RootConfig, validate
+from mmrl.config import EvalRunConfig, RootConfig, StageConfig, validate
 from mmrl.config.base import iter_leaves
 from mmrl.errors import ENDED, ConfigError, MmrlError
 from mmrl.store.policy import resolve
@@ -99,7 +99,7 @@ def evaluate(config: RootConfig) -> Run:
     Raises:
         MmrlError: as `train`.
     """
-    if not isinstance(config, EvalRunConfig):
+    if isinstance(config, StageConfig):
         raise ConfigError("policy: missing, expected policy=RUN_DIR")
     return _as_command(lambda: run.evaluate(_validated(config)))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import contextlib
+import copy
 import io
 import json
 import os
@@ -26,7 +27,7 @@ def executed(notebook: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
     Raises:
         Exception: that of a cell.
     """
-    fresh, count = json.loads(json.dumps(notebook)), 0
+    fresh, count = copy.deepcopy(notebook), 0
 
     async def kernel() -> None:
         nonlocal count
@@ -42,10 +43,14 @@ def executed(notebook: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
 def run_cell(source: str, names: dict[str, Any], count: int) -> list[dict[str, Any]]:
     """Run a cell. Returns what it printed, and the value of a last line that is an expression."""
     tree = ast.parse(source)
-    last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+    last = tree.body[-1]
+    if isinstance(last, ast.Expr):
+        tree.body.pop()
     with contextlib.redirect_stdout(Printed()) as printed:
         exec(compile(tree, "<cell>", "exec"), names)
-        value = eval(compile(ast.Expression(last.value), "<cell>", "eval"), names) if last else None
+        value = (
+            eval(compile(ast.Expression(last.value), "<cell>", "eval"), names) if isinstance(last, ast.Expr) else None
+        )
     outputs: list[dict[str, Any]] = []
     if printed.getvalue():
         outputs.append({"output_type": "stream", "name": "stdout", "text": lines(printed.getvalue())})

@@ -143,7 +143,7 @@ def test_what_is_wrong_is_said_as_the_command_says_it(
         (lambda: mmrl.compose(config_dir="no/such"), "--config-dir: no folder 'no/such'"),
         (lambda: mmrl.compose(["algo=grpo"]), "^got a list, expected words"),  # type: ignore[arg-type]
         (lambda: mmrl.train({"seed": 1}), "^got a dict, expected the config that"),  # type: ignore[arg-type]
-        (lambda: mmrl.evaluate(None), "^got a NoneType, expected the config that"),  # type: ignore[arg-type]
+        (lambda: mmrl.evaluate(None), "^got a NoneType, expected the config that"),
         (lambda: mmrl.compose(train={"lr": object()}), r"train\.lr: got a object"),
         (lambda: mmrl.Run("no/such"), "no/such"),
         (lambda: mmrl.resume("no/such"), "no/such"),
@@ -185,7 +185,11 @@ def test_a_run_leaves_its_process_as_it_was(made: mmrl.Run, tmp_path: Path) -> N
 
     torch.set_num_threads(2)
     before = state()
-    small = {"eval": {"items": 1, "bootstrap": 100}, "hardware": {"threads": 1}, "run": {"dir": tmp_path / "eval"}}
+    small: dict[str, Any] = {
+        "eval": {"items": 1, "bootstrap": 100},
+        "hardware": {"threads": 1},
+        "run": {"dir": tmp_path / "eval"},
+    }
     mmrl.evaluate(mmrl.compose(policy=made, **small))
     mmrl.train(composed(tmp_path / "run"))
     after = state()
@@ -313,7 +317,7 @@ def test_the_stop_button_ends_a_run_that_loads_its_model(
     def load(*args: Any) -> Any:
         os.kill(os.getpid(), signal.SIGINT)
         if imports:
-            import slow_module  # type: ignore[import-not-found]
+            import slow_module
 
             assert slow_module.WHOLE
         deadline = time.monotonic() + 20
