@@ -1,14 +1,17 @@
 """C3: worked numbers, the algorithms that it is a case of, and its expected gradient over all forests there are."""
 
 import math
+import re
 from collections import Counter, defaultdict
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from mmrl.algorithms import ALGORITHMS
+from mmrl.cli.configs import configured
 from mmrl.config import ALGO_SCHEMAS
 from mmrl.rollout.plans import Fork, Tree
 from tests.algorithms.test_laws import LAW, SHARED, TOLERANCE, assert_same, table
@@ -37,6 +40,46 @@ def test_calls_that_are_sampled_several_times():
     assert tree == Tree((Fork("a", 2), Fork("b", 2), Fork("c", 4))) and tree.size == 16
     (tree,) = plan(("a", "b"), fanout={"b:2": 3, "a": 2, "b": 1})
     assert tree == Tree((Fork("b", 3, 2), Fork("a", 2))) and tree.size == 6
+
+
+def test_a_plan_of_too_many_leaves_is_refused():
+    """Before the run, with their number; so are modules that the program does not have."""
+    check = ALGORITHMS["c3"].check
+    many = section(fanout={"a": 5, "b:1": 13})
+    assert check(many, ("a", "b"), ()) == [
+        "algo.fanout: 65 rollouts of each example (a:0 5, b:1 13), expected at most algo.max_leaves=64"
+    ]
+    assert check(section(fanout={"a": 5, "b:1": 13}, max_leaves=65), ("a", "b"), ()) == []
+    assert check(section(group_size=33), ("a", "b"), ())[0].startswith("algo.fanout: 66 rollouts")
+    (problem,) = check(section(fanout={"aa": 1, "b": 2}), ("a", "b"), ())
+    assert problem.startswith("algo.fanout: got 'aa', expected one of a, b")
+
+
+@pytest.mark.parametrize(
+    ("fanout", "says"),
+    [
+        ({"a": 0}, "a: got 0, expected 1 to"),
+        ({"a": 1}, "no call is compared"),
+        ({}, "no call is compared"),
+        ({"a:b": 2}, "got 'a:b', expected a module, or module:invocation"),
+        ({"a": 2, "a:0": 3}, "got 'a' and 'a:0', which are the same call"),
+    ],
+)
+def test_numbers_of_samples_that_say_nothing_are_refused(fanout, says):
+    with pytest.raises(ValidationError, match=re.escape(says)):
+        section(fanout=fanout)
+
+
+def test_a_search_agent_forks_its_first_three_turns():
+    """By a file of the two together; what is typed adds to it, and other tasks have the rule."""
+    typed = ["algo=c3", "task=search_agent"]
+    assert configured(typed).algo.fanout == {"agent": 2, "agent:1": 2, "agent:2": 2}
+    assert configured([*typed, "algo.fanout={agent:4,agent\\:1:1}"]).algo.fanout == {
+        "agent": 4,
+        "agent:1": 1,
+        "agent:2": 2,
+    }
+    assert configured([*typed, "algo.fanout=null"]).algo.fanout is configured(["algo=c3"]).algo.fanout is None
 
 
 def played(table, **options):
