@@ -294,8 +294,20 @@ TYPED: tuple[Idle[Case], ...] = (
         lambda c: c.modules == 1 and "repeated_calls" in c.absent,
         "with a program of one call, which is the whole trajectory",
     ),
+    Idle(
+        "algo.siblings",
+        lambda c: c.modules == 1 and "repeated_calls" in c.absent,
+        "with a program of one call, whose samples are all compared",
+    ),
     Idle("algo.filler algo.fill_source algo.failing_index", lambda c: "repeated_calls" in c.absent, _ONCE),
     Idle("algo.padding_mode", lambda c: c.algo.padding_mode == "truncate" and "repeated_calls" in c.absent, _ONCE),
+    Idle(
+        "algo.fanout",
+        lambda c: (
+            "repeated_calls" in c.absent and any(":" in key and int(key.partition(":")[2]) for key in c.algo.fanout)
+        ),
+        "at further calls of a module with this task, whose program calls each at most once",
+    ),
     Idle("algo.obs", lambda c: "observations" in c.absent, "with this task: its contexts have no observations"),
     needs("algo.eps algo.ddof", "algo.scale", True),
     Idle("algo.kl", lambda c: c.algo.beta == 0, "with algo.beta=0.0; set algo.beta"),

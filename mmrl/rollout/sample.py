@@ -76,11 +76,12 @@ class _Tree:
         name = list(path)
 
         def fork(ctx: RolloutContext, module: str) -> None:
-            while remaining and remaining[0].module in (None, module):
-                width = remaining.pop(0).width
+            call = (module, ctx.tape.invocation(module))
+            for planned in [f for f in remaining if f.module is None or (f.module, f.invocation) == call]:
+                remaining.remove(planned)
                 # A copy: the parent goes on and records its own events after the fork.
                 tape = tuple(ctx.events)
-                for branch in range(1, width):
+                for branch in range(1, planned.width):
                     self.start((*name, branch), tape, tuple(remaining))
                 name.append(0)
                 ctx.path = _name(name)

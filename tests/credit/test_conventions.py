@@ -4,6 +4,7 @@ docs/algorithms.md has these conventions in words ("Common rules"); weights are 
 """
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -13,9 +14,10 @@ from tests.helpers.forests import Grow, advantage, by_call, credit, singles, tot
 GROUPED = sorted(name for name in ALGORITHMS if not ALGORITHMS[name].needs_critic)
 GROUPS_OF_ONE = {"mt_grpo": 2, "gigpo": 4, "tree_grpo": 4}
 """Two rewards are compared; each of three calls has a state, and each of three rollouts a tree, of its own."""
-SMALL = {
+SMALL: dict[str, dict[str, Any]] = {
     "mmgrpo": {"rollouts": 2},
     "ccpo": {"group_size": 2, "scale": True},
+    "c3": {"group_size": 2, "scale": True, "baseline": "mean"},
     "ppo": {"beta": 0},
     "mt_ppo": {"beta": 0},
     "mappo": {"beta": 0},
