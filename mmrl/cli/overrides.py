@@ -176,8 +176,13 @@ def _left_out(override: Override, value: str | None, line: CommandLine, problems
     """True if Hydra must not see an override: no choice, or one that is not there (which is added to `problems`)."""
     key, choice = override.key_or_group, (value or "").strip("'\"")
     # `group@package=` puts a choice at another place of the config, which Hydra alone resolves.
-    if key not in GROUPS or override.package is not None or override.is_delete():
+    if override.package is not None or override.is_delete():
         return False
+    if key not in GROUPS:
+        # Hydra takes every folder of configs for a group, also those that other commands and choices read.
+        if stray := not override.is_add() and options(key, line.config_dir):
+            problems.append(f"{key}: unknown key; a run is composed of {', '.join(GROUPS)}")
+        return bool(stray)
     if f"{key}={choice}" in NO_ROW:
         return True
     choices = options(key, line.config_dir)

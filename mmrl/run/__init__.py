@@ -8,7 +8,7 @@
       │  start.started: weights and prompts of the run of `from=`; settle.settle: device, threads, engine, day
     Settled                 all that a run is built from and its directory keeps
       │  session.begin: the model can be had → other processes (launch, ray_launch) → RunDir
-      │  session.session: build.build_stage → checkup → evaluate → improve → evaluate → report
+      │  session.session: kinds.build_stage → checkup → evaluate → improve → evaluate → report
     run directory           session.resume: from its config, through all of this again, to the same bits
 
 `eval` goes it for `mmrl eval`: EvalRunConfig → Checked → Settled → items → summary.

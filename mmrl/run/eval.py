@@ -17,7 +17,7 @@ from mmrl.report.console import show_run
 from mmrl.run.build import build_task, check_policy, evaluated, evaluation_devices, fixed_engine, reward_set
 from mmrl.run.check import Checked, check_all, served
 from mmrl.run.launch import released
-from mmrl.run.settle import refuse_edits, settle, stored_config
+from mmrl.run.settle import Settled, refuse_edits, settle, stored_config
 from mmrl.stages.evaluate import (
     drop_failed,
     evaluate,
@@ -46,7 +46,7 @@ def evaluate_policy(checked: Checked[EvalRunConfig]) -> Path:
         print(f"warning: {note}", file=sys.stderr)
     settled = settled.in_folder("eval")
     with RunDir.create(settled.folder, settled.config.model_dump(mode="json"), config.typed.command) as rundir:
-        _evaluate(settled.config, rundir)
+        _evaluate(settled, rundir)
     return settled.folder
 
 
@@ -57,13 +57,14 @@ def resume_evaluation(folder: Path) -> None:
     with RunDir.open(folder, command=["mmrl", "eval", f"resume={folder}"]) as rundir:
         with located(f"{folder}/config.yaml: "):
             check_all([config.in_folder(None)])  # its own directory is full, which must not count
-        _evaluate(config, rundir)
+        _evaluate(settle(config), rundir)
 
 
 @global_state_kept()
-def _evaluate(config: EvalRunConfig, rundir: RunDir) -> None:
+def _evaluate(settled: Settled[EvalRunConfig], rundir: RunDir) -> None:
     import torch
 
+    config = settled.config
     torch.set_num_threads(config.hardware.threads or 1)
     task = build_task(config.task, config.seed)
     policy = served(config)

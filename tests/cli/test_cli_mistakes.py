@@ -43,6 +43,8 @@ MISTAKES = [
     ("train engine=vllm_server hardware.processes=x", "hardware.processes: got 'x', expected"),
     ("train ~algo", "algo: got no name, expected one of c3, ccpo, dr_mas, gigpo, grpo, "),
     ("train steps=10", "steps: unknown key; did you mean train.steps?"),
+    ("train set=mini seed=x", "set: unknown key; a run is composed of task, algo, model, ", "seed: got 'x'"),
+    ("eval policy=tiny limits=tiny", "limits: unknown key; a run is composed of task, algo, model, "),
     ("train --steps=10", "--steps: unknown flag; did you mean train.steps? Keys are typed as KEY=VALUE"),
     ("train --group-size=4", "--group-size: unknown flag; did you mean algo.group_size?"),
     ("train --nothing 10", "10: expected key=value", "--nothing: unknown flag (known: -m"),
