@@ -14,7 +14,7 @@ from mmrl.config import RootConfig, StageConfig
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, gathered, print_error, refuse
 from mmrl.report.stats import number
 from mmrl.report.text import align
-from mmrl.run.check import Checked, check_all
+from mmrl.run.check import check_all
 from mmrl.run.session import begin, resume
 from mmrl.run.settle import config_changes, run_folder
 from mmrl.sets.found import set_of_run_dirs
@@ -122,7 +122,7 @@ def _sweep_job(results: Path, jobs: int | None, day: str, build: Build) -> float
             print(f"finished before, kept: {folder}")
             code = 0
         else:
-            code = resume(Path(folder)) if state == "unfinished" else begin(Checked(config))[1]
+            code = resume(Path(folder)) if state == "unfinished" else begin(*check_all([config]))[1]
     except MmrlError as error:
         print_error(error)
         code = error.exit_code

@@ -18,6 +18,7 @@ from mmrl.cli.new_task import NewTaskArguments
 from mmrl.commands.export import ExportArguments
 from mmrl.config import ALGO_SCHEMAS
 from mmrl.config.retriever import ServeIndexArguments, build_schema
+from mmrl.run.check import Checked
 from mmrl.sets.command import SetKeys
 from mmrl.store.rundir import RunDir
 from mmrl.system.files import plain
@@ -37,7 +38,7 @@ def test_a_job_that_a_launcher_lost_is_counted_as_not_finished(monkeypatch, tmp_
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(configs, "swept", only_the_first)
-    monkeypatch.setattr("mmrl.sets.sweep.check_all", lambda *_: None)
+    monkeypatch.setattr("mmrl.sets.sweep.check_all", lambda configs: [Checked(config) for config in configs])
     monkeypatch.setattr("mmrl.sets.sweep.begin", lambda checked: (tmp_path, 0))
     assert main(["train", "-m", "seed=1,2"]) == 1
     said = capsys.readouterr()

@@ -4,6 +4,7 @@ import yaml
 from mmrl.cli import configs, main
 from mmrl.cli.overrides import expand, read_line
 from mmrl.errors import ConfigError
+from mmrl.run.check import Checked
 from mmrl.store.rundir import RunDir
 
 
@@ -29,7 +30,7 @@ def optuna():
 @pytest.fixture
 def quick(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("mmrl.sets.sweep.check_all", lambda *_: None)
+    monkeypatch.setattr("mmrl.sets.sweep.check_all", lambda configs: [Checked(config) for config in configs])
     return monkeypatch
 
 
@@ -65,6 +66,21 @@ def test_a_search_of_four_trials_goes_where_the_metric_is_best(optuna, quick, tm
     assert found["best_params"] == {"++train.lr": best["lr"], "++train.batch_size": str(best["batch_size"])} or (
         found["best_params"]["++train.lr"] == best["lr"]
     )
+
+
+def test_each_trial_of_a_search_is_checked_not_the_ends_of_its_ranges_alone(optuna, quick, tmp_path, capsys):
+    begun = []
+    quick.setattr("mmrl.sets.sweep.begin", plays(lambda config: begun.append(config.train.lr) or config.train.lr))
+
+    def check_all(configs):
+        if any(0.1 < config.train.lr < 0.2 for config in configs):
+            raise ConfigError("train.lr: refused")
+        return [Checked(config) for config in configs]
+
+    quick.setattr("mmrl.sets.sweep.check_all", check_all)
+    search = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", f"hydra.sweep.dir={tmp_path}/study"]
+    assert main(["train", "-m", *search, "train.lr=interval(0.1,0.2)"]) == 2
+    assert "train.lr: refused" in capsys.readouterr().err and not begun
 
 
 def test_a_search_in_which_every_trial_fails_says_so_and_is_no_traceback(optuna, quick, tmp_path, capsys):

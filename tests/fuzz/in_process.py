@@ -99,7 +99,7 @@ _STAND_INS: Mapping[str, object] = {
     "mmrl.run.eval.evaluate_policy": Path(),
     "mmrl.run.eval.resume_evaluation": None,
     "mmrl.run.check.check_all": [None],
-    "mmrl.sets.sweep.check_all": None,
+    "mmrl.sets.sweep.check_all": [None],
     "mmrl.sets.command.check_all": None,
     "mmrl.sets.command.RunQueue.run": 0,
     "mmrl.commands.plan.make_plan": mock.Mock(text=lambda: "plan", as_json=lambda: "{}"),

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -133,10 +134,11 @@ def test_a_connection_without_a_complete_header_ends(
             while not reply.endswith(b"}"):
                 reply += connection.recv(65536)
         started = time.monotonic()
-        for letter in begun:  # slowly, which gives it no more time
-            connection.sendall(bytes([letter]))
-            time.sleep(0.005)
-        read(connection)
+        with connection, suppress(ConnectionError):  # on a slow machine the time is over before all is sent
+            for letter in begun:  # slowly, which gives it no more time
+                connection.sendall(bytes([letter]))
+                time.sleep(0.005)
+            read(connection)
         # Of a connection that is kept, and on which nothing comes, uvicorn itself closes after five seconds.
         assert time.monotonic() - started < (2 if begun or not after else 10)
         # what is under way may take longer
