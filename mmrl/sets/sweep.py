@@ -121,8 +121,11 @@ def _sweep_job(results: Path, jobs: int | None, day: str, build: Build) -> float
         if state == "finished":
             print(f"finished before, kept: {folder}")
             code = 0
+        elif state == "unfinished":
+            code = resume(Path(folder))
         else:
-            code = resume(Path(folder)) if state == "unfinished" else begin(*check_all([config]))[1]
+            (checked,) = check_all([config])  # a search asks for values between those that were checked before
+            _, code = begin(checked)
     except MmrlError as error:
         print_error(error)
         code = error.exit_code
