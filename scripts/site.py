@@ -55,6 +55,9 @@ def write_pages(folder: Path) -> None:
     sources = {path: path.name for path in (TOP / "docs").glob("*.md")}
     for path, name in (sources | {TOP / page: name for page, name in NAMES.items()}).items():
         (folder / name).write_text(on_site(path.read_text(encoding="utf-8"), path.parent), encoding="utf-8")
+    # Else a search for an algorithm shows its many tables of numbers before its page, and one for a key its history.
+    for page in (*folder.glob("tables/*.md"), *folder.glob("changelog.md")):
+        page.write_text(f"---\nsearch: {{exclude: true}}\n---\n\n{page.read_text(encoding='utf-8')}", encoding="utf-8")
     # The one library that the generator would have a reader's browser fetch from elsewhere.
     shutil.copy(str(files("mermaidx") / "assets" / "mermaid.js"), folder)
 

@@ -6,7 +6,7 @@ import typer
 
 from mmrl.cli.completion import SETTINGS
 
-index_app = typer.Typer(rich_markup_mode=None, help="A retrieval index: built.")
+index_app = typer.Typer(rich_markup_mode=None, help="Build a retrieval index.")
 
 
 @index_app.command("build", **SETTINGS, options_metavar="corpus=A[,B] index=DIR [KEY=VALUE ...]")

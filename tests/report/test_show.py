@@ -39,6 +39,18 @@ def test_the_overview_has_curve_evaluations_modules_and_the_way_on(run):
     assert f"mmrl show {run.path} step=40" in text
 
 
+def test_a_row_per_evaluation_has_its_metrics_and_number_of_items(run):
+    first = {"eval/dev/n": 8.0, "eval/dev/failed_share": 0.0}
+    for name, mean in {"reward": 0.25, "f1": 0.5, "em": 0.25}.items():
+        first |= {f"eval/dev/{name}": mean, f"eval/dev/{name}_low": mean - 0.125, f"eval/dev/{name}_high": mean + 0.125}
+    history = [{"step": 0, **first}, {"step": 1, "reward/mean": 0.5}, {"step": 2, **first, "eval/dev/em": 0.375}]
+    assert replace(Overview.from_run(RunDir.read(run.path)), history=history).evaluations["dev"] == [
+        ["step", "em", "f1", "reward", "items"],
+        ["0", "0.250 [0.125, 0.375]", "0.500 [0.375, 0.625]", "0.250 [0.125, 0.375]", "8"],
+        ["2", "0.375 [0.125, 0.375]", "0.500 [0.375, 0.625]", "0.250 [0.125, 0.375]", "8"],
+    ]
+
+
 @pytest.mark.parametrize(("steps", "means"), [(3, ")"), (5, ")"), (6, ", means of 5 steps)")])
 def test_means_are_over_as_many_steps_as_is_said(tmp_path, steps, means):
     run = fake_run(tmp_path / "run", steps=steps)

@@ -1,5 +1,6 @@
 """The site of the documentation: each page has its place, a link that leads nowhere fails, no other host is asked."""
 
+import json
 import re
 import shutil
 
@@ -50,7 +51,10 @@ def test_the_site_is_built_and_asks_no_other_host(tmp_path, capfd):
     # from docstrings
     assert 'id="mmrl.compose"' in pages["reference.html"]
     assert "Return the config of a run of" in pages["reference.html"]
-    assert "Algorithm" in (site / "search.json").read_text(encoding="utf-8")
+    found = json.loads((site / "search.json").read_text(encoding="utf-8"))
+    titles = [re.sub("<.*?>", "", item["title"]) for item in found["items"]]
+    assert "Samplers: FoF, RR, IS" in titles and not [i for i in found["items"] if i["location"].startswith("tables/")]
+    assert "metric_weights" in re.split(found["config"]["separator"], "`task.metric_weights=[1,0.2]`")
 
 
 @pytest.mark.parametrize("broken", ["[x](nowhere.md)", "[x](metrics.md#nowhere)", "::: mmrl.nowhere"])
