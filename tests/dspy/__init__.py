@@ -111,10 +111,9 @@ class Refused:
 
 
 def table(works: Sequence[Works], refused: Sequence[Refused]) -> str:
-    """What `docs/dspy.md` lists, as Markdown."""
-    plain = [f"- {case.name}" for case in works if not case.says]
+    """What `docs/dspy.md` lists, as Markdown: the programs of which there is something to say."""
     rows = [f"| {case.name} | works: {case.says} |" for case in works if case.says]
     for case in refused:
         how = "its rollouts fail (`program`)" if case.runs else "refused"
         rows.append(f"| {case.name} | {how}: {case.why} |")
-    return "\n".join([*plain, "", "| program | |", "|---|---|", *rows])
+    return "\n".join(["| program | |", "|---|---|", *rows])
