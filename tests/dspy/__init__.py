@@ -103,17 +103,17 @@ class Refused:
     make: Callable[[], dspy.Module]
     sentence: str
     """How what the user is told begins, after `task.program: `."""
-    why: str
-    """For the table: the reason, and what to do instead."""
     adapter: Any = None
     runs: bool = False
     """Whether it shows when the program runs: its rollouts fail in the program's own code, with the sentence in it."""
 
 
-def table(works: Sequence[Works], refused: Sequence[Refused]) -> str:
+def table(works: Sequence[Works]) -> str:
     """What `docs/dspy.md` lists, as Markdown: the programs of which there is something to say."""
-    rows = [f"| {case.name} | works: {case.says} |" for case in works if case.says]
-    for case in refused:
-        how = "its rollouts fail (`program`)" if case.runs else "refused"
-        rows.append(f"| {case.name} | {how}: {case.why} |")
-    return "\n".join(["| program | |", "|---|---|", *rows])
+    rows = [f"| {case.name} | {case.says} |" for case in works if case.says]
+    return "\n".join(["| works | |", "|---|---|", *rows])
+
+
+def sentence(refused: Sequence[Refused]) -> str:
+    """The programs that cannot be trained as they are, as one sentence of `docs/dspy.md`."""
+    return f"Not as they are: {'; '.join(case.name for case in refused)}."
