@@ -116,4 +116,5 @@ def table(works: Sequence[Works]) -> str:
 
 def sentence(refused: Sequence[Refused]) -> str:
     """The programs that cannot be trained as they are, as one sentence of `docs/dspy.md`."""
-    return f"Not as they are: {'; '.join(case.name for case in refused)}."
+    names = (case.name[0].lower() + case.name[1:] for case in refused)
+    return f"Not as they are: {'; '.join(names)}."
