@@ -1,7 +1,7 @@
 """Takes the pages of the papers' tables into the docs: `python -m scripts.tables [outputs/sets] [mini]`.
 
-Of every table that is whole at the scale, its Markdown page and its figure go to docs/tables, and docs/reproducing.md
-gets one line: seeds, the paper's claims that are held and not held, and how many are undecided. Each set of `COMPARED`
+Of every table that is whole at the scale, its Markdown page and its figure go to docs/tables, whose index.md gets one
+line: seeds, the paper's claims that are held and not held, and how many are undecided. Each set of `COMPARED`
 has its page in docs/tables/NAME.md. What is not there keeps the page and line it has.
 """
 
@@ -26,7 +26,7 @@ HEAD = ["| table | what | seeds | claims held | not held | undecided |", "|---|-
 
 
 def line_of(name: str, page: dict[str, Any]) -> str:
-    """The table's line in docs/reproducing.md."""
+    """The table's line in docs/tables/index.md."""
     by_verdict: dict[str, list[str]] = {"held": [], "not held": [], "undecided": []}
     # A claim between rows of two models says nothing at scale mini; its line counts it among the undecided.
     for claim in page["claims"]:
@@ -39,7 +39,7 @@ def line_of(name: str, page: dict[str, Any]) -> str:
         )
     seeds = sorted({len(value["seeds"]) for value in page["values"]})
     cells = [
-        f"[`{name}`](tables/{name}.md)",
+        f"[`{name}`]({name}.md)",
         page["head"]["paper"].partition(": ")[2],
         " or ".join(map(str, seeds)),
         *("; ".join(by_verdict[verdict]) for verdict in ("held", "not held")),
@@ -58,7 +58,7 @@ def whole(paths: Iterable[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 def lines_in(text: str) -> dict[str, str]:
     """Table -> its line, of the generated part as it is."""
-    return {match[1]: match[0] for match in re.finditer(r"^\| \[`([\w-]+)`\]\(tables/.*$", text, re.MULTILINE)}
+    return {match[1]: match[0] for match in re.finditer(r"^\| \[`([\w-]+)`\]\(.*$", text, re.MULTILINE)}
 
 
 def fill_comparison(outputs: Path) -> None:
@@ -78,9 +78,9 @@ def fill_comparison(outputs: Path) -> None:
 def main(arguments: list[str]) -> int:
     """Write pages, figures and lines; prints what was taken."""
     outputs, scale = Path((arguments or ["outputs/sets"])[0]), (arguments[1:] or ["mini"])[0]
-    folder, reproducing = ROOT / "docs" / "tables", ROOT / "docs" / "reproducing.md"
-    folder.mkdir(exist_ok=True)
-    text = reproducing.read_text(encoding="utf-8")
+    folder = ROOT / "docs" / "tables"
+    index = folder / "index.md"
+    text = index.read_text(encoding="utf-8")
     lines = lines_in(text)
     for made, page in whole(outputs.glob(f"*/{scale}/set.json")):
         name = made.parent.name
@@ -92,7 +92,7 @@ def main(arguments: list[str]) -> int:
         (folder / f"{name}.md").write_text(markdown.replace("(figure.png)", f"({name}.svg)"), encoding="utf-8")
         print(f"taken: {name}")
     part = "\n".join([*HEAD, *(lines[name] for name in set_names([SETS]) if name in lines)])
-    reproducing.write_text(filled(text, PART, part, by="tables"), encoding="utf-8")
+    index.write_text(filled(text, PART, part, by="tables"), encoding="utf-8")
     fill_comparison(outputs)
     return 0
 

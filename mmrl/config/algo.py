@@ -25,8 +25,8 @@ class AlgoConfig(MethodConfig):
     minibatches: int = Field(1, ge=1, description="optimizer steps per pass; the batch is split by example")
     loss: Literal["clip", "cispo", "gspo"] = Field(
         "clip",
-        description="clip: PPO's ratio of a token; cispo: the ratio as a bounded weight, which takes away no "
-        "gradient; gspo: one ratio for a whole call, with clip near 0.0003",
+        description="clip: PPO's ratio of a token; cispo: the ratio as a bounded weight; gspo: one ratio for a "
+        "whole call, with clip near 0.0003",
     )
     clip: float = Field(0.2, gt=0, lt=1, description="epsilon of the clipped ratio; cispo: of its upper bound")
     clip_high: float | None = Field(None, gt=0, description="upper epsilon (clip-higher); null: the same as clip")
@@ -280,8 +280,8 @@ class CcpoConfig(GroupConfig):
     )
     program: str | None = Field(
         None,
-        description="package.module:name of a program that plays the second time without them, from the start; null: "
-        "the task's, from their first call on",
+        description="package.module:name of a program that plays the second time; null: the task's, from their first "
+        "call on",
     )
     credit: Literal["bonus", "difference"] = Field(
         "bonus",
@@ -381,8 +381,8 @@ class MtGrpoVariableConfig(TurnGroupConfig):
     name: Literal["mt_grpo_variable"]
     missing_turn: Literal["absorb", "zero", "exclude"] = Field(
         "absorb",
-        description="a rollout that ended before turn l, in that turn's mean and std: with reward 0 and credit for it "
-        "(absorb), with reward 0 alone, or not at all",
+        description="a rollout that ended before a turn, in the turn's mean: with reward 0 and credit for it (absorb), "
+        "with reward 0, or not at all",
     )
 
 

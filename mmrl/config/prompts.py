@@ -61,8 +61,8 @@ class BootstrapConfig(PromptConfig):
     max_labeled_demos: int | None = Field(
         None,
         ge=0,
-        description="most demonstrations per module, those from rollouts and plain examples together; null: 4 "
-        "(bootstrap_fewshot: 16), and 0 for a program without DSPy",
+        description="most demonstrations per module, plain examples included; null: 4 (bootstrap_fewshot: 16), 0 "
+        "without DSPy",
     )
     metric_threshold: float | None = Field(None, description="least reward of a demonstration; null: any above 0")
 
@@ -94,7 +94,7 @@ class Miprov2Config(BootstrapConfig, ProposingConfig):
     auto: Auto | None = Field(
         "medium",
         description="light, medium, heavy: 6, 12, 18 sets of demonstrations, half as many instructions, at most 100, "
-        "300, 1000 validation examples, and trials by DSPy's formula; null: as num_candidates and num_trials say",
+        "300, 1000 validation examples; null: as num_candidates and num_trials say",
     )
     num_candidates: int | None = Field(None, ge=1, description="sets of demonstrations per module; null: as auto says")
     num_instruct_candidates: int | None = Field(

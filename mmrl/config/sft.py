@@ -18,8 +18,8 @@ class SftConfig(MethodConfig):
     name: Literal["sft"]
     source: Literal["task", "file", "rollouts"] = Field(
         "task",
-        description="demonstrations that the task makes of its train split, those of `file`, or rollouts of the train "
-        "split by the policy as it starts, of which the best are trained on (rejection fine-tuning)",
+        description="demonstrations that the task makes, those of `file`, or the best rollouts by the policy as it "
+        "starts (rejection fine-tuning)",
     )
     file: Sources = Field(
         None, description="files, a hub id or Python list of `messages`, or of `inputs` and `outputs`"

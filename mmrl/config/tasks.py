@@ -278,7 +278,7 @@ class MetricsConfig(TaskConfig):
     metric: str | tuple[str, ...] | None = Field(
         None,
         description="package.module:name of (record, prediction) -> number, or a list of them, whose sum is the "
-        "reward; with task=agent also null: the result is, or has, the score",
+        "reward; null (agent): the result is, or has, the score",
     )
     metric_weights: tuple[float, ...] = Field(
         (), description="a factor for each metric of a list, 0 for one that is only reported; []: 1 each"

@@ -57,8 +57,9 @@ def architecture_table() -> str:
         rows.setdefault(row, []).append(name)
     for name, reason in BEYOND.items():
         refused.setdefault(f"not tried: {reason}", []).append(name)
-    order = sorted(rows.items(), key=lambda item: -len(item[1]))
+    (most, names), *order = sorted(rows.items(), key=lambda item: -len(item[1]))
     lines = ["| engine | update | tries | adapter | architectures |", "|---|---|---|---|---|"]
+    lines.append(f"| {' | '.join(most)} | all {len(names)} others |")
     lines += [f"| {' | '.join(row)} | {code(names)} |" for row, names in order]
     lines += ["", "| refused | architectures |", "|---|---|"]
     return "\n".join(lines + [f"| {reason} | {code(names)} |" for reason, names in refused.items()])
@@ -74,26 +75,26 @@ def template_table() -> str:
     rows: dict[tuple[str, ...], list[str]] = {}
     for name in template_names():
         rows.setdefault(template_row(name), []).append(name)
-    lines = ["| prompt | turns end with | tools | thinking | templates |", "|---|---|---|---|---|"]
+    lines = ["| prompt | tools | thinking | templates |", "|---|---|---|---|"]
     order = sorted(rows.items(), key=lambda item: (item[0][0] != "as written", -len(item[1])))
     return "\n".join(lines + [f"| {' | '.join(row)} | {code(names)} |" for row, names in order])
 
 
 def template_row(name: str) -> tuple[str, ...]:
-    """Prompt, ends of turn, tools and thinking of a template."""
+    """Prompt, tools and thinking of a template."""
     with tempfile.TemporaryDirectory() as folder:
         save_tokenizer(name, Path(folder))
         (Path(folder) / "config.json").write_text('{"model_type": "llama"}')
         try:
             facts = template_facts(load_tokenizer(ModelConfig(name="x", path=folder)))
         except ConfigError as error:
-            return (f"refused: it {re.split(r'chat template of .*?. |; ', str(error))[1]}", "", "", "")
+            return (f"refused: it {re.split(r'chat template of .*?. |; ', str(error))[1]}", "", "")
     extras = ["system text opens the user's turn"] if facts.system == "merged" else []
     extras += ["writes the date"] if facts.dated else []
     extras += ["earlier replies otherwise"] if any("earlier replies" in note for note in facts.notes) else []
     tools = "yes" if not facts.no_tools else "not written" if "does not write" in facts.no_tools else "not read back"
     thinking = ("a mode" if facts.thinking else "") + (", split off" if facts.marks and facts.read else "")
-    return "; ".join(["as written", *extras]), code(facts.ends).replace("|", "\\|"), tools, thinking.removeprefix(", ")
+    return "; ".join(["as written", *extras]), tools, thinking.removeprefix(", ")
 
 
 def show(name: str, found: Mapping[str, float | str]) -> None:

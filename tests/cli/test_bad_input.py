@@ -1,4 +1,4 @@
-"""Input that is odd or wrong, under every algorithm: one defined behaviour each (docs/algorithms.md has the table).
+"""Input that is odd or wrong, under every algorithm: one defined behaviour each.
 
 Groups of one, completions without tokens, examples without a scored rollout: tests/credit/test_conventions.py.
 """

@@ -103,18 +103,18 @@ class Refused:
     make: Callable[[], dspy.Module]
     sentence: str
     """How what the user is told begins, after `task.program: `."""
-    why: str
-    """For the table: the reason, and what to do instead."""
     adapter: Any = None
     runs: bool = False
     """Whether it shows when the program runs: its rollouts fail in the program's own code, with the sentence in it."""
 
 
-def table(works: Sequence[Works], refused: Sequence[Refused]) -> str:
-    """What `docs/dspy.md` lists, as Markdown."""
-    plain = [f"- {case.name}" for case in works if not case.says]
-    rows = [f"| {case.name} | works: {case.says} |" for case in works if case.says]
-    for case in refused:
-        how = "its rollouts fail (`program`)" if case.runs else "refused"
-        rows.append(f"| {case.name} | {how}: {case.why} |")
-    return "\n".join([*plain, "", "| program | |", "|---|---|", *rows])
+def table(works: Sequence[Works]) -> str:
+    """What `docs/dspy.md` lists, as Markdown: the programs of which there is something to say."""
+    rows = [f"| {case.name} | {case.says} |" for case in works if case.says]
+    return "\n".join(["| works | |", "|---|---|", *rows])
+
+
+def sentence(refused: Sequence[Refused]) -> str:
+    """The programs that cannot be trained as they are, as one sentence of `docs/dspy.md`."""
+    names = (case.name[0].lower() + case.name[1:] for case in refused)
+    return f"Not as they are: {'; '.join(names)}."

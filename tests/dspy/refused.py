@@ -75,14 +75,12 @@ REFUSED = [
         # learn/programming/modules.md
         make=lambda: dspy.Predict("question -> answer", temperature=0.7),
         sentence=f"predictor 'self' sets temperature; {SAMPLING}",
-        why="sampling is `algo.*` and `eval.*`; leave it out",
     ),
     Refused(
         name="Several completions of one request (`n=3`)",
         # learn/programming/modules.md
         make=lambda: dspy.ChainOfThought("question -> answer", n=3),
         sentence=f"predictor 'predict' sets n; {SAMPLING}",
-        why="a call is one completion; call the predictor three times, as with `majority` above",
     ),
     Refused(
         name='Options of one request (`config={"temperature": …}`)',
@@ -90,14 +88,12 @@ REFUSED = [
         make=Warmer,
         sentence=f"predictor 'answer' sets temperature; {SAMPLING}",
         runs=True,
-        why="sampling is `algo.*` and `eval.*`; leave it out",
     ),
     Refused(
         name="`dspy.MultiChainComparison`",
         # api/modules/MultiChainComparison.md
         make=lambda: dspy.MultiChainComparison("question -> answer"),
         sentence=f"predictor 'predict' sets temperature; {SAMPLING}, and a call is one completion",
-        why="it sets a temperature; empty it as above",
     ),
     Refused(
         name="A predictor made in `forward`",
@@ -105,7 +101,6 @@ REFUSED = [
         make=Made,
         sentence="none of the program's predictors (first)",
         runs=True,
-        why="it has no name before the program runs; make it in `__init__`",
     ),
     Refused(
         name="`dspy.context(lm=…)` in `forward`",
@@ -113,7 +108,6 @@ REFUSED = [
         make=OtherModel,
         sentence="a predictor was called with an LM of its own (DummyLM)",
         runs=True,
-        why="calls of another model would not be recorded; make it a tool of the task",
     ),
     Refused(
         name="`dspy.context(adapter=…)` in `forward`",
@@ -121,14 +115,12 @@ REFUSED = [
         make=OtherAdapter,
         sentence="bypassed the adapter",
         runs=True,
-        why="its requests would not be recorded; `dspy.configure(adapter=…)` where the program is made",
     ),
     Refused(
         name="A predictor with a model of its own (`set_lm`)",
         # learn/programming/language_models.md
         make=with_own_model,
         sentence="predictor 'answer.predict' has an LM of its own, whose calls would not be recorded",
-        why="its calls would not be recorded; make it a tool of the task, or freeze it (`model.modules`)",
     ),
     Refused(
         name="`TwoStepAdapter`",
@@ -136,27 +128,23 @@ REFUSED = [
         make=lambda: dspy.Predict("question -> answer"),
         adapter=dspy.TwoStepAdapter(DummyLM([{"answer": "x"}])),
         sentence="TwoStepAdapter asks a second model to read each reply, whose calls would not be recorded",
-        why="it asks a second model to read each reply; use another adapter",
     ),
     Refused(
         name="Modules that are marked as compiled",
         # tutorials/saving
         make=Frozen,
         sentence="rag.respond.predict would not be trained: DSPy does not list predictors of modules that are marked",
-        why="they would not be trained; set `_compiled = False`",
     ),
     Refused(
         name="Predictors in lists within lists",
         # tests/primitives/test_base_module.py
         make=Table,
         sentence="rows[0][0] would not be trained: DSPy does not list predictors",
-        why="DSPy does not list their predictors; keep them in one list",
     ),
     Refused(
         name="A module without predictors",
         # tests/primitives/test_base_module.py
         make=dspy.Module,
         sentence="Module has no predictors (dspy.Predict), nothing to train",
-        why="nothing to train",
     ),
 ]
