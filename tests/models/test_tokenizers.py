@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from mmrl.config import ModelConfig
 from mmrl.errors import ConfigError, RequestFailure, print_error
 from mmrl.models import tokenizer as loading
-from mmrl.models.chat import decode_text, encode_text, render_observation, render_prompt
+from mmrl.models.chat import encode_text, render_observation, render_prompt
 from mmrl.models.load import load_tokenizer
 from mmrl.models.template import as_saved
 from mmrl.serve.conversations import _named
@@ -178,7 +178,7 @@ def test_a_tool_result_names_its_function_where_a_template_writes_it(tmp_path: P
         render_observation(tokenizer, prompt, [result])
     reply = {"role": "assistant", "content": "", "tool_calls": [{"id": "a", "function": {"name": "look_up"}}]}
     (named,) = _named(reply, [result])
-    grown = decode_text(tokenizer, render_observation(tokenizer, prompt, [named])[len(prompt) :])
+    grown = str(tokenizer.decode([*render_observation(tokenizer, prompt, [named])[len(prompt) :]]))
     assert grown.startswith("<|call|><|start|>functions.look_up to=assistant") and "born 1879" in grown
     assert _named(reply, [USER, {**result, "tool_call_id": "b"}]) == [USER, {**result, "tool_call_id": "b"}]
 
