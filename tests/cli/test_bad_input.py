@@ -59,7 +59,8 @@ def test_ragged_invocations_are_credited(name):
     found = credit(forest, name)
     sound(found)
     weighed = {entry.call for entry in found.entries if any(entry.weights)}
-    assert weighed >= {"q/0#1", "q/1#1", "q/2#1"} or name == "mhgpo_is"
+    # IS compares each tree's own module, C3 samples of one call: here that of the beginning alone.
+    assert weighed >= {"q/0#1", "q/1#1", "q/2#1"} or name in ("mhgpo_is", "c3")
     assert total_weight(found) > 0
 
 

@@ -154,7 +154,7 @@ def test_a_users_modules_lie_in_the_current_folder(written, random_model, said_i
     (written / "ran").unlink()
     code, said = said_in(written, "export", "run", "out=exported")
     assert code == 0, said
-    assert "names code that is imported and run now: task.program=mine:Answerer, task.metric=mine:metric" in said
+    assert "names code that is imported and run now: task.metric=mine:metric, task.program=mine:Answerer" in said
     (written / "ran").unlink()
     for words in (["credit", "run=run", "step=1"],):
         assert said_in(written, *words)[0] == 0 and not (written / "ran").exists()

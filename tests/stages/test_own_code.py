@@ -26,7 +26,7 @@ class Sometimes(Chain):
         return await super().run(example, ctx)
 
 
-PLACE = "(tests/stages/test_own_code.py, line 24, in run)"
+PLACE = "(tests/stages/test_own_code.py, line 25, in run)"
 
 
 @pytest.fixture

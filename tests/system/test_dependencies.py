@@ -30,6 +30,7 @@ TOOLS = {
 ELSEWHERE = {
     **dict.fromkeys(["agents", "langchain_openai", "langgraph"], "of make test-agents"),
     **dict.fromkeys(["docs", "resilient"], "programs in docs/"),
+    "slow_module": "written by its test",
 }
 """Modules of tests and scripts that are no packages of `make setup`."""
 
