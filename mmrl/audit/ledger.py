@@ -38,7 +38,7 @@ class Ledger:
         try:
             repair_jsonl(path)
             lines = read_jsonl(path) if path.exists() else []
-            self._pieces = {line["piece"]: line["numbers"] for line in lines}
+            self.pieces = {line["piece"]: line["numbers"] for line in lines}
         except (DataError, KeyError) as error:
             raise CheckpointError(f"{error}; restore {path} from a copy, or begin in another folder") from None
         if self.piece("settings", lambda: stored) != stored:
@@ -46,14 +46,14 @@ class Ledger:
 
     def piece(self, name: str, measure: Callable[[], object]) -> Any:
         """Return the numbers of a piece of work: from the file, or measured and stored now."""
-        if name not in self._pieces:
+        if name not in self.pieces:
             numbers = plain(measure())
             append_jsonl(self._path, [{"piece": name, "numbers": numbers}])
-            self._pieces[name] = numbers
-        return self._pieces[name]
+            self.pieces[name] = numbers
+        return self.pieces[name]
 
     def __contains__(self, name: str) -> bool:
-        return name in self._pieces
+        return name in self.pieces
 
     def close(self) -> None:
         """Let others have the folder."""

@@ -110,43 +110,28 @@ def ceiling(decisions: Sequence[Decision]) -> float | None:
     return None if r is None else math.sqrt(max(0.0, 2 * r / (1 + r))) if r > 0 else 0.0
 
 
-Rows: TypeAlias = Sequence[tuple[Decision, Credited]]
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A decision beside a row's credit of it."""
+
+    example: str
+    module: str
+    difference: float
+    """D."""
+    clear: bool
+    """D is more than 2 standard errors from 0."""
+    credited: Credited
 
 
-def pooled(rows: Rows) -> float | None:
-    """Return the rank correlation of credit and D over all credited decisions."""
-    credited = [(c.credit, d.truth.difference) for d, c in rows if c.credit is not None]
-    return spearman([credit for credit, _ in credited], [difference for _, difference in credited])
-
-
-def within(rows: Rows) -> float | None:
-    """Return the mean over examples of the rank correlation within each."""
-    found = [r for part in by_example(rows).values() if (r := pooled(part)) is not None]
-    return fmean(found) if found else None
-
-
-def by_example(rows: Rows) -> dict[str, list[tuple[Decision, Credited]]]:
-    """Split decisions by their example."""
-    parts: dict[str, list[tuple[Decision, Credited]]] = {}
-    for decision, credited in rows:
-        parts.setdefault(decision.example, []).append((decision, credited))
-    return parts
-
-
-def bootstrap(rows: Rows, measure: Callable[[Rows], float | None], seed: int) -> Interval | None:
-    """Return the 95 % interval of a measure over resampled examples; None where it is rarely defined."""
-    parts = list(by_example(rows).values())
-    draws = np.random.Generator(np.random.Philox(key=seed)).integers(len(parts), size=(RESAMPLES, len(parts)))
-    values = [measure([row for index in draw for row in parts[index]]) for draw in draws]
-    return percentiles([value for value in values if value is not None])
-
-
-def percentiles(values: Sequence[float]) -> Interval | None:
-    """Return the middle 95 % of resampled values; None where fewer than half of them are defined."""
-    if len(values) < RESAMPLES / 2:
-        return None
-    low, high = np.percentile(values, (2.5, 97.5))
-    return float(low), float(high)
+def judged(decisions: Sequence[Decision], credits: Mapping[str, Credited]) -> list[Judged]:
+    """Put a row's credit, by call, beside the truth."""
+    span = outcome_range(decisions)
+    found = []
+    for decision in decisions:
+        difference, error = decision.truth.difference, decision.truth.error(*span)
+        clear = abs(difference) > 2 * error
+        found.append(Judged(decision.example, decision.module, difference, clear, credits[decision.call]))
+    return found
 
 
 def outcome_range(decisions: Sequence[Decision]) -> Interval:
@@ -155,21 +140,65 @@ def outcome_range(decisions: Sequence[Decision]) -> Interval:
     return min(every), max(every)
 
 
-def clear(decision: Decision, span: Interval) -> bool:
-    """True if D is more than 2 standard errors from 0."""
-    return abs(decision.truth.difference) > 2 * decision.truth.error(*span)
+def fidelity(row: Sequence[Judged]) -> float | None:
+    """Return the rank correlation of credit and D over the credited decisions."""
+    credited = [(judged.credited.credit, judged.difference) for judged in row if judged.credited.credit is not None]
+    return spearman([credit for credit, _ in credited], [difference for _, difference in credited])
 
 
-def right_sign(rows: Rows, span: Interval) -> float | None:
+def right_sign(row: Sequence[Judged]) -> float | None:
     """Return the share of clear decisions whose credit has D's sign; zero and no credit have none."""
-    signs = [c.credit is not None and c.credit * d.truth.difference > 0 for d, c in rows if clear(d, span)]
+    signs = [(one.credited.credit or 0.0) * one.difference > 0 for one in row if one.clear]
     return fmean(signs) if signs else None
 
 
-def signal(rows: Rows, span: Interval) -> float | None:
+def signal(row: Sequence[Judged]) -> float | None:
     """Return the share of the push that is spent on clear decisions."""
-    total = math.fsum(abs(c.push) for _, c in rows)
-    return math.fsum(abs(c.push) for d, c in rows if clear(d, span)) / total if total else None
+    total = math.fsum(abs(one.credited.push) for one in row)
+    return math.fsum(abs(one.credited.push) for one in row if one.clear) / total if total else None
+
+
+Measured: TypeAlias = tuple[float | None, Interval | None]
+"""A number and its 95 % interval; None where it is not defined, or rarely in resamples."""
+
+
+def over_examples(row: Sequence[Judged], measure: Callable[[Sequence[Judged]], float | None], seed: int) -> Measured:
+    """Return a measure, with its interval by the bootstrap over examples."""
+    parts = list(_by_example(row).values())
+    resampled = (measure([one for index in draw for one in parts[index]]) for draw in _draws(len(parts), seed))
+    return measure(row), _percentiles([value for value in resampled if value is not None])
+
+
+def within_examples(row: Sequence[Judged], seed: int) -> Measured:
+    """Return the mean over examples of the fidelity within each, with its interval.
+
+    Groups that are divided by their deviation have another scale in each example, for which pooling alone blames them.
+    """
+    values = np.array([r for part in _by_example(row).values() if (r := fidelity(part)) is not None])
+    if not len(values):
+        return None, None
+    return float(values.mean()), _percentiles(values[_draws(len(values), seed)].mean(1).tolist())
+
+
+def _by_example(row: Sequence[Judged]) -> dict[str, list[Judged]]:
+    parts: dict[str, list[Judged]] = {}
+    for one in row:
+        parts.setdefault(one.example, []).append(one)
+    return parts
+
+
+def _draws(count: int, seed: int) -> np.ndarray:
+    """Draw resamples of `count` things, (RESAMPLES, count)."""
+    draws: np.ndarray = np.random.Generator(np.random.Philox(key=seed)).integers(count, size=(RESAMPLES, count))
+    return draws
+
+
+def _percentiles(values: Sequence[float]) -> Interval | None:
+    """Return the middle 95 % of resampled values; None where fewer than half of them are defined."""
+    if len(values) < RESAMPLES / 2:
+        return None
+    low, high = np.percentile(values, (2.5, 97.5))
+    return float(low), float(high)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,8 +213,8 @@ class Paths:
 
 def influence(
     decisions: Sequence[Decision], paths: Paths, outcomes: Mapping[str, Sequence[float]], seed: int
-) -> dict[str, tuple[float, Interval | None]]:
-    """Return, for each module, the share of the outcome's variance that its replies decide, with its interval.
+) -> dict[str, Measured]:
+    """Return, for each module, the share of the outcome's variance that its replies decide.
 
     E[sum over its calls on a path of Var_o Q] / E[Var(R | example)]: a ratio of means over examples.
 
@@ -195,17 +224,18 @@ def influence(
     examples = [example for example in outcomes if len(outcomes[example]) > 1]
     total = np.array([variance(outcomes[example]) for example in examples])
     count = np.array([paths.examples.count(example) for example in examples], dtype=float)
-    draws = np.random.Generator(np.random.Philox(key=seed)).integers(len(examples), size=(RESAMPLES, len(examples)))
-    found = {}
+    draws = _draws(len(examples), seed)
+    found: dict[str, Measured] = {}
     for module, calls in paths.calls.items():
         drawn = [decision for decision in decisions if decision.module == module]
-        if not drawn:
+        if not drawn or not total.any():
+            found[module] = None, None
             continue
         # Each call of the module was drawn with the same chance, so a drawn one stands for so many.
         scale = calls / len(drawn)
         summed = np.array([scale * math.fsum(d.truth.spread for d in drawn if d.example == e) for e in examples])
+        value = summed.sum() / count.sum() / total.mean()
         with np.errstate(divide="ignore", invalid="ignore"):
-            value = float(summed.sum() / count.sum() / total.mean())
             resampled = summed[draws].sum(1) / count[draws].sum(1) / total[draws].mean(1)
-        found[module] = (value, percentiles([float(r) for r in resampled if np.isfinite(r)]))
+        found[module] = float(value), _percentiles(resampled[np.isfinite(resampled)].tolist())
     return found

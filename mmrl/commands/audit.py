@@ -1,0 +1,259 @@
+"""`mmrl audit`: what each call of a program was worth, and how far each algorithm's credit and gradient are from it."""
+
+from __future__ import annotations
+
+import math
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from mmrl import rng
+from mmrl.algorithms import ALGORITHMS
+from mmrl.audit.settings import AuditKeys
+from mmrl.config import RlRunConfig
+from mmrl.config.algo import CriticConfig
+from mmrl.errors import refuse
+from mmrl.run.build import build_task, check_model, reward_set, separate_teachers
+from mmrl.run.check import check_all
+from mmrl.run.launch import released
+from mmrl.run.settle import module_assignment, settle
+from mmrl.run.start import started
+from mmrl.system.bar import progress
+from mmrl.system.files import JsonObject, atomic_write, dumps, plain
+from mmrl.tasks.base import Task
+
+if TYPE_CHECKING:
+    from mmrl.audit.ledger import Ledger
+    from mmrl.rollout.branches import Leaf
+    from mmrl.stages.rl import RlStage
+
+TOP = Path("outputs/audits")
+SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "parse_retries": 0}
+"""How all rows sample unless it is typed: the policy itself, of which there is one."""
+AT_RATIO_ONE = ("epochs", "minibatches", "clip", "clip_high", "beta", "ratio_one")
+"""Keys of `algo` about updates, of which an audit makes none."""
+TRAIN_KEYS = ("microbatch_tokens", "packing", "max_failed_share")
+
+
+def audit(rows: Sequence[RlRunConfig], keys: AuditKeys) -> Path:
+    """Run `mmrl audit`; the same command goes on with one that was stopped. Returns the folder.
+
+    Args:
+        rows: config of a training run by each algorithm.
+
+    Raises:
+        ConfigError: every problem, before anything is played.
+    """
+    refuse(dict.fromkeys(problems(rows, keys)))
+    rows = [_alone(_as_audited(row)) for row in rows]
+    check_all([row.in_folder(None) for row in rows])
+    first = settle(started(rows[0])).config
+    task = build_task(first.task, first.seed)
+    refuse(dict.fromkeys(_of_task(rows, keys, task)))
+    check_model(first)
+    shared = {"model": first.model, "hardware": first.hardware, "engine": first.engine, "task": first.task}
+    settled = {row.algo.name: row.model_copy(update={**shared, "start": first.start}) for row in rows}
+    settings = _settings(settled, keys)
+    out = Path(keys.out) if keys.out is not None else TOP / f"{task.name}-{rng.digest(dumps(settings)):032x}"[:60]
+    # torch and TRL load for an audit that nothing stands against.
+    from mmrl.audit.gradients import length_unit
+    from mmrl.audit.ledger import Ledger
+    from mmrl.audit.results import result_of
+    from mmrl.audit.table import table
+
+    ledger = Ledger(out, settings)
+    try:
+        if "done" not in ledger:
+            _measure(settled, keys, task, ledger, out)
+            ledger.piece("done", lambda: True)
+        units = {name: length_unit(row.algo) for name, row in settled.items()}
+        result = result_of(ledger, keys, _told(settled, keys), units, first.seed)
+    finally:
+        ledger.close()
+    atomic_write(out / "audit.json", dumps(result, indent=1) + "\n")
+    print(table(result))
+    print(f"\nfolder  {out}")
+    return out
+
+
+def problems(rows: Sequence[RlRunConfig], keys: AuditKeys) -> list[str]:
+    """Return what stands against an audit, before any data is read."""
+    found = []
+    for row in rows:
+        name, algo = row.algo.name, row.algo
+        if isinstance(algo, CriticConfig):
+            found.append(
+                f"algo: {name} needs a critic of this policy, which mmrl audit does not fit; leave it out, or audit "
+                "the algorithms without one"
+            )
+        if separate_teachers(algo):
+            found.append(f"algo.teachers: mmrl audit plays the policy alone; leave {name}, or its teachers, out")
+        if keys.truth == "reward" and algo.exchanged_modules(("", "")):
+            found.append(f"truth: got reward, and the reward of {name} is made of second plays; expected outcome")
+        for key in row.typed.keys:
+            section, _, rest = key.partition(".")
+            idle = (section in ("eval", "run")) or (section == "train" and rest not in TRAIN_KEYS)
+            if idle or (section == "algo" and rest in AT_RATIO_ONE):
+                found.append(f"{key}: has no effect on mmrl audit, which updates and evaluates nothing")
+    for key, value in SAMPLING.items():
+        values = {row.algo.name: getattr(row.algo, key) for row in map(_as_audited, rows)}
+        if len(set(values.values())) > 1:
+            got = ", ".join(f"{value} ({name})" for name, value in values.items())
+            found.append(
+                f"algo.{key}: got {got}, and an audit is of one policy; expected one value for all, as {value}"
+            )
+    return found
+
+
+def _of_task(rows: Sequence[RlRunConfig], keys: AuditKeys, task: Task) -> list[str]:
+    """Return what stands against an audit of this task."""
+    found = []
+    if (available := len(task.examples("train"))) < keys.examples:
+        found.append(f"examples: got {keys.examples}, the train split has {available}")
+    if not getattr(rows[0].task, "deterministic", True):
+        found.append(
+            "task.deterministic: got false, and mmrl audit plays an agent again with the replies of an earlier rollout: "
+            "it must make the same requests then; expected an agent that depends only on what it is told"
+        )
+    answered = rows[0].engine.endpoints or {}
+    if answered:
+        found.append(
+            f"engine.endpoints: {', '.join(answered)} answered by another model, whose log-probabilities are not here; "
+            "expected the policy for all modules"
+        )
+    if keys.truth == "reward":
+        kinds = {row.algo.name: _optimised(row) for row in rows}
+        if len(set(map(repr, kinds.values()))) > 1:
+            said = ", ".join(f"{name}: {kind}" for name, kind in kinds.items())
+            found.append(f"truth: got reward, and the rows optimise different ones ({said}); expected outcome")
+    return found
+
+
+def _as_audited(row: RlRunConfig) -> RlRunConfig:
+    """Return a row's config without what belongs to updates, and with the sampling that all rows share."""
+    typed = {key.removeprefix("algo.") for key in row.typed.keys if key.startswith("algo.")}
+    changed: dict[str, object] = {key: value for key, value in SAMPLING.items() if key not in typed}
+    changed |= {"beta": 0.0, "epochs": 1, "minibatches": 1}
+    train = row.train.model_copy(update={"batch_size": 1, "staleness": 0, "tis": None, "old_logprobs": "sampler"})
+    return row.model_copy(update={"algo": row.algo.model_copy(update=changed), "train": train})
+
+
+def _alone(row: RlRunConfig) -> RlRunConfig:
+    single = {"processes": 1, "nodes": 1, "sharding": "none", "cpu_offload": False, "ray": None}
+    return row.model_copy(update={"hardware": row.hardware.model_copy(update=single)})
+
+
+def _optimised(row: RlRunConfig) -> Optimised:
+    """Return what a row's reward has besides the outcome."""
+    algo, algorithm = row.algo, ALGORITHMS[row.algo.name]
+    turns = algorithm.needs_turn_rewards or getattr(algorithm, "merge", False)
+    return Optimised(
+        turns, dict(getattr(algo, "penalty_scale", None) or {}) if getattr(algo, "penalties", False) else None
+    )
+
+
+@dataclass(frozen=True)
+class Optimised:
+    """The reward of a rollout that credit is made of."""
+
+    turns: bool = False
+    """With the rewards of turns."""
+    penalties: Mapping[str, float] | None = None
+    """With the penalties of modules, by these factors (else 1); None: without."""
+
+    def __str__(self) -> str:
+        parts = ["outcome", *["turn rewards"] * self.turns, *["penalties"] * (self.penalties is not None)]
+        return " + ".join(parts)
+
+    def of(self, leaf: Leaf) -> float | None:
+        """Return it; None where the rollout failed from an outside cause."""
+        if leaf.rollout.reward is None:
+            return None
+        turns = math.fsum(call.turn_reward or 0.0 for call in leaf.calls) if self.turns else 0.0
+        factors = self.penalties
+        penalties = [] if factors is None else [factors.get(call.module, 1.0) * call.penalty for call in leaf.calls]
+        return leaf.rollout.reward + turns + math.fsum(penalties)
+
+
+def _measure(rows: Mapping[str, RlRunConfig], keys: AuditKeys, task: Task, ledger: Ledger, out: Path) -> None:
+    """Play and measure what the ledger does not have."""
+    from mmrl.audit.measure import Measurement
+    from mmrl.audit.plays import Plays
+    from mmrl.stages.collect import batch_of
+
+    config = next(iter(rows.values()))
+    with _stages(rows, task) as stages:
+        stage = next(iter(stages.values()))
+        named = reward_set(task, config.task.reward, config.algo.name if keys.truth == "reward" else "")
+        value = (_optimised(config) if keys.truth == "reward" else Optimised()).of
+        examples = batch_of(stage.examples, keys.examples, 1, config.seed)
+        plays = Plays(keys=keys, stage=stage, examples=examples, reward_set=named, value=value)
+        work = Measurement(plays=plays, rows=stages, ledger=ledger, folder=out)
+        places = work.record()
+        expected = work.expected_calls(places)
+        total = sum(expected.values())
+        parts = ", ".join(f"{part} {calls:,}" for part, calls in expected.items())
+        print(f"about {total:,} calls: {parts}; {len(places)} decisions", file=sys.stderr, flush=True)
+        with progress("audit", total=total, unit="calls") as advance:
+            plays.advance = advance
+            work.measure(places)
+
+
+@contextmanager
+def _stages(rows: Mapping[str, RlRunConfig], task: Task) -> Iterator[dict[str, RlStage]]:
+    """Build the policy once, and a stage of each row around it."""
+    from mmrl.report.progress import Progress
+    from mmrl.report.trackers import Trackers
+    from mmrl.run.rl import build
+    from mmrl.stages.step_log import StepLog
+    from mmrl.store.rundir import RunDir
+    from mmrl.system.stop import stoppable
+
+    config = next(iter(rows.values()))
+    with (
+        tempfile.TemporaryDirectory(prefix="mmrl-audit-", ignore_cleanup_errors=True) as folder,
+        RunDir.create(Path(folder) / "run", plain(config.model_dump(mode="json")), ["mmrl", "audit"]) as rundir,
+        Progress(total=1, title="audit", live=False, console=Console(quiet=True)) as quiet,
+        stoppable() as stop,
+        released(task),
+    ):
+        stage = build(config, task, StepLog(rundir=rundir, progress=quiet, trackers=Trackers({}), stop=stop))
+        try:
+            stage.sync(0)
+            yield {
+                name: replace(
+                    stage,
+                    config=row,
+                    reward_set=reward_set(task, row.task.reward, name),
+                    assignment=module_assignment(row, task.program.modules),
+                )
+                for name, row in rows.items()
+            }
+        finally:
+            stage.close()
+
+
+def _told(rows: Mapping[str, RlRunConfig], keys: AuditKeys) -> JsonObject:
+    """Return the settings that a result shows: no folder, no path."""
+    first = next(iter(rows.values()))
+    shown = keys.model_dump(mode="json", exclude={"out", "policy"})
+    return {
+        **shown,
+        "seed": first.seed,
+        "task": first.task.name,
+        "model": first.model.name,
+        "temperature": first.algo.temperature,
+    }
+
+
+def _settings(rows: Mapping[str, RlRunConfig], keys: AuditKeys) -> JsonObject:
+    """Return all that the numbers depend on."""
+    configs = {name: row.model_dump(mode="json", exclude={"run", "eval", "train"}) for name, row in rows.items()}
+    settings: JsonObject = plain({"keys": keys.model_dump(mode="json", exclude={"out"}), "rows": configs})
+    return settings
