@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from mmrl.algorithms.base import Algorithm
+from mmrl.algorithms.c3 import C3
 from mmrl.algorithms.ccpo import Ccpo
 from mmrl.algorithms.checks import scale_problems, turn_problems
 from mmrl.algorithms.dr_mas import DrMas
@@ -28,6 +29,7 @@ from mmrl.errors import ConfigError
 from mmrl.records import Forest
 
 ALGORITHMS: dict[str, Algorithm[Any]] = {
+    "c3": C3(),
     "ccpo": Ccpo(),
     "dr_mas": DrMas(),
     "gigpo": Gigpo(),

@@ -140,8 +140,9 @@ class MhgpoFofOs(Mhgpo[MhgpoFofOsConfig]):
 
     def groups(self, forest: Forest, rewards: Mapping[str, Reward], algo: MhgpoFofOsConfig, seed: int) -> list[Group]:
         """Group all G² terminal calls of an example, or G per branch (`os_group`)."""
-        per_branch = algo.os_group == "parent"
-        return by_slot(forest, rewards, oversampled=forest.modules[-1] if per_branch else None)
+        # A parse retry or a loop may call the module again further down: only its first call is the over-sampled one.
+        over = (forest.modules[-1], 0) if algo.os_group == "parent" else None
+        return by_slot(forest, rewards, within_parent=lambda call: (call.module, call.invocation) == over)
 
 
 def _unweighted(call: Call, reward: Reward) -> Entry:

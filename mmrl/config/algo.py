@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, field_validator, model_validator
 
 from mmrl.config.base import Idle, MethodConfig, Temperature, needs, no_lookalike
 from mmrl.config.teacher import STUDENT, TeacherConfig
@@ -212,6 +213,58 @@ class DrMasConfig(GroupConfig):
     """Dr.MAS (arXiv 2602.08847): all calls of a module in an example are one group."""
 
     name: Literal["dr_mas"]
+
+
+class C3Config(GroupConfig):
+    """C3 (arXiv 2603.06859): each call of the plan against further samples of it, by what comes after them."""
+
+    name: Literal["c3"]
+    fanout: dict[str, int] | None = Field(
+        None,
+        description="module or module:invocation (from 0): samples of that call; null: 2 of each module's first, "
+        "group_size of the last module's",
+    )
+    group_size: int = Field(4, ge=2, le=MOST_SAMPLES, description="samples of the last module's first call")
+    max_leaves: int = Field(
+        64, ge=2, le=MOST_SAMPLES, description="most rollouts of an example, or the plan is refused"
+    )
+    siblings: Literal["parent", "depth"] = Field(
+        "parent", description="calls that are compared: samples of one call; depth: all of a module and invocation"
+    )
+    baseline: Literal["mean", "leave_one_out"] = Field("leave_one_out", description="leave_one_out: RLOO")
+    scale: Literal[True, False, "mean"] = Field(
+        False, description="divide by the standard deviation, which biases; mean: by the mean value"
+    )
+    idle: ClassVar[list[Idle[Any]]] = [
+        Idle("group_size", lambda algo: algo.fanout is not None, "with fanout, which says all numbers of samples")
+    ]
+
+    @field_validator("fanout")
+    @classmethod
+    def _widths(cls, fanout: dict[str, int] | None) -> dict[str, int] | None:
+        seen: dict[tuple[str, int], str] = {}
+        for key, width in (fanout or {}).items():
+            if not re.fullmatch(r"[^:]+(:[0-9]{1,6})?", key):
+                raise ValueError(f"got '{key}', expected a module, or module:invocation with a number from 0")
+            if not 1 <= width <= MOST_SAMPLES:
+                raise ValueError(f"{key}: got {width}, expected 1 to {MOST_SAMPLES} samples")
+            if (other := seen.setdefault(_call_of(key), key)) != key:
+                raise ValueError(f"got '{other}' and '{key}', which are the same call; leave one of the two out")
+        if fanout is not None and not any(width > 1 for width in fanout.values()):
+            raise ValueError(f"got {fanout}, with which no call is compared; expected at least one with 2 samples")
+        return fanout
+
+    def widths(self, modules: Sequence[str]) -> dict[tuple[str, int], int]:
+        """Return the numbers of samples of the calls that are named: (module, invocation) -> samples."""
+        default = dict.fromkeys(modules[:-1], 2) | {modules[-1]: self.group_size}
+        fanout = default if self.fanout is None else self.fanout
+        return {_call_of(key): width for key, width in fanout.items()}
+
+
+def _call_of(key: str) -> tuple[str, int]:
+    """Return module and invocation of a key of `algo.fanout`."""
+    module, _, invocation = key.partition(":")
+    return module, int(invocation or 0)
 
 
 class CcpoConfig(GroupConfig):
@@ -468,6 +521,7 @@ class MtPpoConfig(TurnCriticConfig):
 
 
 ALGO_SCHEMAS: dict[str, type[AlgoConfig]] = {
+    "c3": C3Config,
     "ccpo": CcpoConfig,
     "dr_mas": DrMasConfig,
     "gigpo": GigpoConfig,

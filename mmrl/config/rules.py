@@ -296,6 +296,13 @@ TYPED: tuple[Idle[Case], ...] = (
     ),
     Idle("algo.filler algo.fill_source algo.failing_index", lambda c: "repeated_calls" in c.absent, _ONCE),
     Idle("algo.padding_mode", lambda c: c.algo.padding_mode == "truncate" and "repeated_calls" in c.absent, _ONCE),
+    Idle(
+        "algo.fanout",
+        lambda c: (
+            "repeated_calls" in c.absent and any(":" in key and int(key.partition(":")[2]) for key in c.algo.fanout)
+        ),
+        "at further calls of a module with this task, whose program calls each at most once",
+    ),
     Idle("algo.obs", lambda c: "observations" in c.absent, "with this task: its contexts have no observations"),
     needs("algo.eps algo.ddof", "algo.scale", True),
     Idle("algo.kl", lambda c: c.algo.beta == 0, "with algo.beta=0.0; set algo.beta"),

@@ -37,25 +37,37 @@ def backward(forest: Forest, algo: MhgpoConfig | MappoConfig, seed: int = 0) -> 
         Call id -> reward, with parts `shared` and `penalty`; in the order of the forest's calls.
     """
     aggregate, propagate = getattr(algo, "aggregate", "mean"), getattr(algo, "propagate", "shared")
-    ending: dict[str, list[float]] = {}
-    for scored in scored_rollouts(forest):
-        ending.setdefault(scored.path[-1].id, []).append(scored.reward)
-    passed: dict[str, float] = {}
     rewards: dict[str, Reward] = {}
     values = tree_values(forest) if aggregate == "tree_value" else {}
-    # Parents come first in a forest, so the reverse order sees every successor before the calls above it.
-    for call in reversed(list(forest.calls.values())):
-        successors = ending.get(call.id, []) + [passed[child] for child in forest.children[call.id] if child in passed]
-        # Every rollout through this call was dropped: there is nothing to back up.
-        if not successors:
-            continue
+
+    def passed(call: Call, successors: Sequence[float]) -> float:
         key = (seed, forest.step, "aggregate", call.id)
         shared = values[call.id] if values else _aggregate(successors, aggregate, key)
         # A penalty belongs to the call that earned it. `full` charges the calls before as well, which led up to it.
         penalty = (algo.penalty_scale or {}).get(call.module, 1.0) * call.penalty if algo.penalties else 0.0
         rewards[call.id] = Reward(shared + penalty, {"shared": shared, "penalty": penalty})
-        passed[call.id] = shared + penalty if propagate == "full" else shared
-    return {call_id: rewards[call_id] for call_id in forest.calls if call_id in rewards}
+        return shared + penalty if propagate == "full" else shared
+
+    return {call_id: rewards[call_id] for call_id in passed_up(forest, passed)}
+
+
+def passed_up(forest: Forest, passed: Callable[[Call, Sequence[float]], float]) -> dict[str, float]:
+    """Pass numbers up the trees: of a call what `passed` makes of its successors' (calls, and rollouts that end at it).
+
+    Returns:
+        Call id -> number, in the order of the forest's calls; without calls through which no scored rollout goes.
+    """
+    ending: dict[str, list[float]] = {}
+    for scored in scored_rollouts(forest):
+        ending.setdefault(scored.path[-1].id, []).append(scored.reward)
+    found: dict[str, float] = {}
+    # Parents come first in a forest, so the reverse order sees every successor before the calls above it.
+    for call in reversed(list(forest.calls.values())):
+        successors = ending.get(call.id, []) + [found[child] for child in forest.children[call.id] if child in found]
+        # Else every rollout through this call was dropped: there is nothing to pass up.
+        if successors:
+            found[call.id] = passed(call, successors)
+    return {call_id: found[call_id] for call_id in forest.calls if call_id in found}
 
 
 def _aggregate(values: Sequence[float], method: str, key: rng.Key) -> float:

@@ -32,19 +32,21 @@ def slot_id(example: str, module: str, invocation: int) -> str:
 
 
 def by_slot(
-    forest: Forest, rewards: Mapping[str, Reward], calls: Iterable[str] | None = None, oversampled: str | None = None
+    forest: Forest,
+    rewards: Mapping[str, Reward],
+    calls: Iterable[str] | None = None,
+    within_parent: Callable[[Call], bool] = lambda call: False,
 ) -> list[Group]:
     """Return a group per slot: all siblings, with equal prompts or not (MHGPO, m = (q, agent)).
 
     Args:
         calls: only these; None: every call that has a reward.
-        oversampled: a module whose first calls are compared only within a parent (`os_group=parent`).
+        within_parent: True for a call that is compared only with those after the same call, which have its prompt.
     """
     slots: dict[tuple[Slot, str | None], list[Member]] = {}
     for call_id in rewards if calls is None else calls:
         call = forest.calls[call_id]
-        # A parse retry or a loop may call the module again further down: only its first call is the over-sampled one.
-        parent = call.parent if (call.module, call.invocation) == (oversampled, 0) else None
+        parent = call.parent if within_parent(call) else None
         slots.setdefault((slot_of(call), parent), []).append(Member((call,), rewards[call_id]))
     return [
         Group(slot_id(*slot) + (f"<{parent}" if parent is not None else ""), tuple(members))

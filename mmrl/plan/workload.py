@@ -13,12 +13,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from fractions import Fraction
 from itertools import pairwise, takewhile
+from math import prod
 
 from mmrl.algorithms import ALGORITHMS, assign_credit
 from mmrl.config import RlRunConfig, RootConfig
 from mmrl.errors import ConfigError
 from mmrl.records import Call, Forest
-from mmrl.rollout.plans import Tree
+from mmrl.rollout.plans import Fork, Tree
 from mmrl.tasks.base import Task
 
 
@@ -163,24 +164,35 @@ def _trees(
     for number, tree in enumerate(trees):
         branches, before = Fraction(1), 0
         for index, module in enumerate(modules):
-            # All trees of an example start with the same prompt, which is prefilled and forwarded once.
-            prompts = Fraction(0) if number and not index else branches
-            for fork in tree.forks:
-                if fork.module == module or (fork.module is None and index == 0):
-                    branches *= fork.width
             size = lengths[module]
             # A growing tree continues from each of a rollout's `count` nodes equally often: its call number j is
             # sampled again from the j nodes before it.
             sampled = tree.growth.rounds * tree.growth.nodes if tree.growth else 0
-            grown = branches * (1 + Fraction(sampled * (2 * before + size.calls + 1), 2 * count))
+            growth = 1 + Fraction(sampled * (2 * before + size.calls + 1), 2 * count)
             before += size.calls
-            trained = module in in_loss and (config.algo.name != "mhgpo_is" or tree.fork_name == module)
-            loads[module] += path_load(size, float(grown), float(prompts), trained)
+            for turn in range(size.calls):
+                # All trees of an example start with the same prompt, which is prefilled and forwarded once.
+                first = index + turn == 0
+                prompts = Fraction(0) if number and first else branches * (growth if turn else 1)
+                widths = [fork.width for fork in tree.forks if _is_at(fork, module, turn, index)]
+                branches *= prod(widths)
+                # Calls that these two compare with nothing are not trained.
+                alone = config.algo.name == "mhgpo_is" and tree.fork_name != module
+                alone |= getattr(config.algo, "siblings", None) == "parent" and not widths
+                trained = module in in_loss and not alone
+                loads[module] += turn_load(size, turn, float(branches * growth), float(prompts), trained)
             # Replayed with a module's replies exchanged: the modules after it are sampled again.
             replays = branches * sum(name in modules[:index] for name in tree.exchange.modules) if tree.exchange else 0
             if replays:
-                loads[module] += path_load(size, float(replays), float(replays), False)
+                loads[module] += path_load(size, float(replays))
     return loads
+
+
+def _is_at(fork: Fork, module: str, turn: int, index: int) -> bool:
+    """Return True if a fork is at this turn of a module, the `index`-th of the program."""
+    if fork.module is None:
+        return index == 0 and turn == 0
+    return (fork.module, fork.invocation) == (module, turn)
 
 
 def frozen_modules(config: RlRunConfig) -> list[str]:
@@ -189,15 +201,19 @@ def frozen_modules(config: RlRunConfig) -> list[str]:
     return [*frozen, *(config.engine.endpoints or ())]
 
 
-def path_load(size: Lengths, paths: float, prompts: float, trained: bool) -> Load:
-    """Return `paths` paths through one module that share `prompts` first prompts."""
-    grown = [size.prompt + turn * (size.completion + size.observation) for turn in range(size.calls)]
-    raw_prompt = paths * (sum(grown) if size.observation else size.calls * size.prompt)
+def path_load(size: Lengths, paths: float) -> Load:
+    """Return `paths` paths through one module, untrained, that share nothing."""
+    return sum((turn_load(size, turn, paths, paths, False) for turn in range(size.calls)), Load())
+
+
+def turn_load(size: Lengths, turn: int, paths: float, prompts: float, trained: bool) -> Load:
+    """Return one call of a module on each of `paths` paths, which have `prompts` prompts among them."""
+    grown = size.prompt + (turn * (size.completion + size.observation) if size.observation else 0)
+    raw_prompt, completion = paths * grown, paths * size.completion
     # In a growing context only the observation is new in a later prompt; with contexts of their own, all of it is.
-    unique = prompts * size.prompt + paths * (size.calls - 1) * (size.observation or size.prompt)
-    completion = paths * size.calls * size.completion
+    unique = prompts * (size.observation if turn and size.observation else size.prompt)
     return Load(
-        calls=paths * size.calls,
+        calls=paths,
         prompt=raw_prompt,
         prompt_unique=unique,
         completion=completion,
@@ -251,7 +267,7 @@ def declared_rollout(
         answered: modules whose calls cost these devices nothing: an endpoint answers.
     """
     return {
-        module: replace(path_load(size, 1, 1, False), decode_steps=float(size.completion * size.calls))
+        module: replace(path_load(size, 1), decode_steps=float(size.completion * size.calls))
         for module, size in lengths_of(config, modules, overrides).items()
         if module not in answered
     }

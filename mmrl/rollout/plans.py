@@ -14,10 +14,15 @@ from mmrl import rng
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Fork into `width` continuations at the first call of `module` on a path (None: the path's very first call)."""
+    """Fork into `width` continuations at a call of `module` on a path (None: the path's very first call).
+
+    A path that never makes the call does without this fork alone.
+    """
 
     module: str | None
     width: int
+    invocation: int = 0
+    """Number of the module's calls before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +52,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Plan of a tree of rollouts of an example: its forks, outermost first. No forks: a single independent rollout."""
+    """Plan of a tree of rollouts of an example: its forks. No forks: a single independent rollout."""
 
     forks: tuple[Fork, ...] = ()
     fork_name: str | None = None
@@ -58,7 +63,7 @@ class Tree:
 
     @property
     def size(self) -> int:
-        """Rollouts that are sampled."""
+        """Rollouts that are sampled where every path makes the calls of all forks: the most."""
         grown = self.growth.rounds * self.growth.nodes if self.growth is not None else 0
         return prod(fork.width for fork in self.forks) + grown
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from contextvars import Context, copy_context
@@ -64,9 +65,11 @@ class _Tree:
         tape = self.root.copied_tape()
         name: list[str | int] = [self.root.path]
         remaining = list(self.plan.forks)
+        made: Counter[str] = Counter()
         for position, event in enumerate(tape):
             if event.kind == "call":
-                self._fork(name, remaining, tape[:position], event.name)
+                self._fork(name, remaining, tape[:position], event.name, made[event.name])
+                made[event.name] += event.call is not None
         self.start(tuple(name), tape, tuple(remaining))
 
     def start(self, path: tuple[str | int, ...], replayed: Sequence[Event], forks: Sequence[Fork]) -> None:
@@ -89,17 +92,19 @@ class _Tree:
         teacher = self.plan.teacher
         return self.env.engine if teacher is None else self.env.teachers[teacher].environment.engine
 
-    def _fork(self, name: list[str | int], remaining: list[Fork], tape: Sequence[Event], module: str) -> None:
-        """Begin the other branches of forks at a call of `module`, which the branch `name` is about to make.
+    def _fork(
+        self, name: list[str | int], remaining: list[Fork], tape: Sequence[Event], module: str, invocation: int
+    ) -> None:
+        """Begin the other branches of forks at a call, which the branch `name` is about to make.
 
         Args:
             name: its path, which the forks extend.
             remaining: its forks, from which those at this call are taken.
             tape: its requests so far.
         """
-        while remaining and remaining[0].module in (None, module):
-            width = remaining.pop(0).width
-            for branch in range(1, width):
+        for planned in [f for f in remaining if f.module is None or (f.module, f.invocation) == (module, invocation)]:
+            remaining.remove(planned)
+            for branch in range(1, planned.width):
                 self.start((*name, branch), tape, tuple(remaining))
             name.append(0)
 
@@ -108,8 +113,8 @@ class _Tree:
         name = list(path)
 
         def fork(ctx: RolloutContext, module: str) -> None:
-            # A copy: the parent goes on and records its own events after the fork.
-            self._fork(name, remaining, tuple(ctx.events), module)
+# A copy: the parent goes on and records its own events after the fork.
+            self._fork(name, remaining, tuple(ctx.events), module, ctx.tape.invocation(module))
             ctx.path = _name(name)
 
         ctx = RolloutContext(self.env, self.example, _name(name), replayed, fork, self.root.substitutes)

@@ -192,6 +192,14 @@ class Tape:
                 f"{event.kind} '{event.name}', its request {self.unplayed[0] + 1}{_DEPENDS}"
             )
 
+    def invocation(self, module: str) -> int:
+        """Return the number of the module's calls so far, those under way included."""
+        return sum(
+            event.kind == "call" and event.name == module and (event.call is not None or not event.outcome.done())
+            for position, event in enumerate(self.events)
+            if position not in self.left_out
+        )
+
     def leave_out(self, context: tuple[int, ...]) -> None:
         """Leave out a call with these ids of prompt and completion, of several the first."""
         places = [n for n, event in enumerate(self.events) if event.context == context and n not in self.left_out]
