@@ -42,9 +42,9 @@ class Strength:
 
     @property
     def needed(self) -> float | None:
-        """How many times as many rollouts would make it measurable, about; None where nothing of it is seen."""
-        # Noise falls at least with the root of the number, so this is rather too many.
-        return (ERRORS * self.error / self.product) ** 2 if self.product > 0 else None
+        """How many times as many rollouts would mostly make it measurable; None within one error of 0."""
+        # Twice the margin, since both numbers are guesses; errors fall at least with the root of the number.
+        return (2 * ERRORS * self.error / self.product) ** 2 if self.product > self.error else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
