@@ -113,7 +113,7 @@ class _Tree:
         name = list(path)
 
         def fork(ctx: RolloutContext, module: str) -> None:
-# A copy: the parent goes on and records its own events after the fork.
+            # A copy: the parent goes on and records its own events after the fork.
             self._fork(name, remaining, tuple(ctx.events), module, ctx.tape.invocation(module))
             ctx.path = _name(name)
 
