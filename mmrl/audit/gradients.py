@@ -7,7 +7,7 @@ is 1: nothing is clipped, and KL term, truncated importance sampling and critic 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -80,7 +80,7 @@ def gradient(forwards: Forwards, calls: Sequence[TrainCall], kind: str = "clip")
         if parameter.grad is not None:
             part.copy_(parameter.grad.flatten()).neg_()
             parameter.grad = None
-    if not math.isfinite(float(flat.sum(dtype=torch.float64))):
+    if not math.isfinite(float(flat.sum())):
         raise MmrlError("the policy's gradient is not finite; expected a policy that can be trained")
     return flat
 
@@ -184,28 +184,22 @@ class Reference:
 
     def gram(self) -> list[list[float]]:
         """Return the inner products of all blocks with each other."""
-        vectors = [self._vector(block) for block in range(len(self.files))]
-        total = np.zeros((len(vectors), len(vectors)))
-        for part in _chunks(len(vectors[0])):
-            rows = np.stack([vector[part] for vector in vectors]).astype(np.float64)  # (blocks, chunk)
+        total = np.zeros((len(self.files), len(self.files)))
+        for start in range(0, self.files[0].stat().st_size // 4, _CHUNK):
+            rows = np.stack([self._part(block, start) for block in range(len(self.files))])
             total += rows @ rows.T
         gram: list[list[float]] = total.tolist()
         return gram
 
     def project(self, vector: torch.Tensor) -> Projection:
         """Return a gradient's inner products, with itself and with each block."""
-        g = vector.numpy()
-        return Projection(_dot(g, g), tuple(_dot(g, self._vector(block)) for block in range(len(self.files))))
+        norm2, products = 0.0, np.zeros(len(self.files))
+        for start in range(0, len(vector), _CHUNK):
+            part = vector[start : start + _CHUNK].double().numpy()
+            norm2 += float(part @ part)
+            products += [self._part(block, start) @ part for block in range(len(self.files))]
+        return Projection(norm2, tuple(products.tolist()))
 
-    def _vector(self, block: int) -> np.ndarray:
-        return np.memmap(self.files[block], np.float32, mode="r")
-
-
-def _chunks(size: int) -> Iterator[slice]:
-    return (slice(start, start + _CHUNK) for start in range(0, size, _CHUNK))
-
-
-def _dot(first: np.ndarray, second: np.ndarray) -> float:
-    return math.fsum(
-        float(first[part].astype(np.float64) @ second[part].astype(np.float64)) for part in _chunks(len(first))
-    )
+    def _part(self, block: int, start: int) -> np.ndarray:
+        """Read a chunk of a block, as float64; not mapped, so that no more of a file than this is in memory."""
+        return np.fromfile(self.files[block], np.float32, _CHUNK, offset=4 * start).astype(np.float64)
