@@ -175,41 +175,37 @@ class Measurement:
 
     def _vector(self, name: str, levels: Sequence[Sequence[range]], level: int, span: range) -> Part:
         """Return a row's gradient of a run of base batches, and note its projection; before it those of its parts."""
-        parts = (
-            (self._vector(name, levels, level - 1, part) for part in levels[level - 1] if _inside(part, span))
-            if level
-            else (self._single(name, number) for number in span)
-        )
-        found = self._together(name, parts)
+        if level:
+            found = self._together(
+                name, (self._vector(name, levels, level - 1, part) for part in levels[level - 1] if _inside(part, span))
+            )
+        else:
+            found = self._gradient(name, [self._forest(name, number)[0] for number in span])
         piece = f"gradient {name} {self.plays.keys.budgets[level]} {span.start}"
         self.ledger.piece(piece, lambda: asdict(self.reference.project(found.vector)))
         return found
 
-    def _single(self, name: str, number: int) -> Part:
-        forest, _, _ = self._forest(name, number)
-        credit = self.rows[name].credit(forest)
-        return Part(self._gradient(name, forest, credit), forest, credit)
-
     def _together(self, name: str, parts: Iterator[Part]) -> Part:
-        """Return the gradient of several batches as one: the mean of theirs, or one of its own where weights differ."""
+        """Return the gradient of several runs as one: the mean of theirs, or one of its own where weights differ."""
         first = next(parts)
         total, forests, credits = first.vector, [first.forest], [first.credit]
         for part in parts:
             total += part.vector  # in place: two vectors at once, not one for each part
             forests.append(part.forest)
             credits.append(part.credit)
-        if len(forests) == 1:
-            return first
         whole = joined(forests)
         credit = self.rows[name].credit(whole)
         if scaled_alike(credits, credit):
             return Part(total.div_(len(forests)), whole, credit)
-        return Part(self._gradient(name, whole, credit), whole, credit)
+        return self._gradient(name, [whole])
 
-    def _gradient(self, name: str, forest: Forest, credit: Credit) -> torch.Tensor:
+    def _gradient(self, name: str, forests: Sequence[Forest]) -> Part:
+        """Return a row's gradient of batches, credited as one."""
         row = self.rows[name]
+        forest = joined(forests) if len(forests) > 1 else forests[0]
+        credit = row.credit(forest)
         calls = train_calls(forest, credit, dict.fromkeys(forest.examples, 0))
-        return gradient(row.trainer.forwards, calls, row.config.algo.loss)
+        return Part(gradient(row.trainer.forwards, calls, row.config.algo.loss), forest, credit)
 
 
 @dataclass(frozen=True, slots=True)
