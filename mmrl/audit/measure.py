@@ -152,7 +152,8 @@ class Measurement:
             forest, calls, scored = self._forest(name, number)
             credit = self.rows[name].credit(forest)
             credits = {p.call.id: asdict(credited(credit, p.call.id)) for p in places if p.path == number}
-            return {"calls": calls, "scored": scored, "credits": credits}
+            explained = credit.metrics.get("credit/explained_variance")
+            return {"calls": calls, "scored": scored, "explained": explained, "credits": credits}
 
         piece: dict[str, Any] = self.ledger.piece(f"credit {name} {number}", measured)
         return piece

@@ -122,6 +122,7 @@ def _row(
     of_module = {module: [one for one in judged if one.module == module] for module in modules}
     by_budget = {budget: alignment(_projections(pieces, name, budget), gram, unit) for budget in keys.budgets}
     credits = [one.credited.credit for one in judged]
+    explained = [batch["explained"] for batch in batches if batch["explained"] is not None]
     return {
         "fidelity": {
             "all": _shown(numbers.over_examples(judged, numbers.fidelity, seed)),
@@ -135,6 +136,7 @@ def _row(
         "alignment": {str(budget): asdict(found) for budget, found in by_budget.items()},
         "calls": pieces["unit"]["batches"][name],
         "scored": fmean(batch["scored"] for batch in batches),
+        "explained_variance": fmean(explained) if explained else None,
     }
 
 

@@ -74,6 +74,9 @@ def notes(result: JsonObject) -> list[str]:
         needed = reference["needed"]
         instead = f"; about reference={round(needed * reference['rollouts'])} would do" if needed is not None else ""
         found.append(f"alignment: not measurable with reference={reference['rollouts']} rollouts{instead}")
+    for name, row in result["rows"].items():
+        if (explained := row["explained_variance"]) is not None:
+            found.append(f"{name}: its critic explains {share(explained)} of the variance of the returns")
     if result["dropped"]:
         found.append(f"{result['dropped']} decisions were dropped: what follows them failed from outside causes")
     return found

@@ -6,7 +6,7 @@ import math
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,12 +18,14 @@ from mmrl.algorithms import ALGORITHMS
 from mmrl.audit.settings import AuditKeys
 from mmrl.config import RlRunConfig
 from mmrl.config.algo import CriticConfig
-from mmrl.errors import refuse
+from mmrl.config.base import value_at
+from mmrl.errors import ConfigError, refuse
 from mmrl.run.build import build_task, check_model, reward_set, separate_teachers
 from mmrl.run.check import check_all
 from mmrl.run.launch import released
 from mmrl.run.settle import module_assignment, settle
 from mmrl.run.start import started
+from mmrl.store.policy import resolve, run_config, source_of
 from mmrl.system.bar import progress
 from mmrl.system.files import JsonObject, atomic_write, dumps, plain
 from mmrl.tasks.base import Task
@@ -64,6 +66,7 @@ def audit(rows: Sequence[RlRunConfig], keys: AuditKeys) -> Path:
     # torch and TRL load for an audit that nothing stands against.
     from mmrl.audit.gradients import length_unit
     from mmrl.audit.ledger import Ledger
+    from mmrl.audit.page import page
     from mmrl.audit.results import result_of
     from mmrl.audit.table import table
 
@@ -77,8 +80,8 @@ def audit(rows: Sequence[RlRunConfig], keys: AuditKeys) -> Path:
     finally:
         ledger.close()
     atomic_write(out / "audit.json", dumps(result, indent=1) + "\n")
-    print(table(result))
-    print(f"\nfolder  {out}")
+    atomic_write(out / "audit.html", page(result))
+    print(f"{table(result)}\n\npage    {out / 'audit.html'}")
     return out
 
 
@@ -87,10 +90,10 @@ def problems(rows: Sequence[RlRunConfig], keys: AuditKeys) -> list[str]:
     found = []
     for row in rows:
         name, algo = row.algo.name, row.algo
-        if isinstance(algo, CriticConfig):
+        if isinstance(algo, CriticConfig) and _trained_by(keys.policy) != name:
             found.append(
-                f"algo: {name} needs a critic of this policy, which mmrl audit does not fit; leave it out, or audit "
-                "the algorithms without one"
+                f"algo: {name} needs a critic of this policy, which mmrl audit does not fit; expected policy=RUN of a "
+                f"run with algo={name}, or rows without a critic"
             )
         if separate_teachers(algo):
             found.append(f"algo.teachers: mmrl audit plays the policy alone; leave {name}, or its teachers, out")
@@ -111,6 +114,11 @@ def problems(rows: Sequence[RlRunConfig], keys: AuditKeys) -> list[str]:
     return found
 
 
+def _trained_by(policy: str | None) -> object:
+    """Return the algorithm of a run; None where there is none."""
+    return None if policy is None else value_at(run_config(policy), "algo.name")
+
+
 def _of_task(rows: Sequence[RlRunConfig], keys: AuditKeys, task: Task) -> list[str]:
     """Return what stands against an audit of this task."""
     found = []
@@ -118,8 +126,8 @@ def _of_task(rows: Sequence[RlRunConfig], keys: AuditKeys, task: Task) -> list[s
         found.append(f"examples: got {keys.examples}, the train split has {available}")
     if not getattr(rows[0].task, "deterministic", True):
         found.append(
-            "task.deterministic: got false, and mmrl audit plays an agent again with the replies of an earlier rollout: "
-            "it must make the same requests then; expected an agent that depends only on what it is told"
+            "task.deterministic: got false, and mmrl audit plays an agent again with the replies of a rollout; expected "
+            "an agent that depends only on what it is told, and so makes the same requests"
         )
     answered = rows[0].engine.endpoints or {}
     if answered:
@@ -188,7 +196,7 @@ def _measure(rows: Mapping[str, RlRunConfig], keys: AuditKeys, task: Task, ledge
     from mmrl.stages.collect import batch_of
 
     config = next(iter(rows.values()))
-    with _stages(rows, task) as stages:
+    with _stages(rows, task, keys.policy) as stages:
         stage = next(iter(stages.values()))
         named = reward_set(task, config.task.reward, config.algo.name if keys.truth == "reward" else "")
         value = (_optimised(config) if keys.truth == "reward" else Optimised()).of
@@ -206,8 +214,8 @@ def _measure(rows: Mapping[str, RlRunConfig], keys: AuditKeys, task: Task, ledge
 
 
 @contextmanager
-def _stages(rows: Mapping[str, RlRunConfig], task: Task) -> Iterator[dict[str, RlStage]]:
-    """Build the policy once, and a stage of each row around it."""
+def _stages(rows: Mapping[str, RlRunConfig], task: Task, policy: str | None) -> Iterator[dict[str, RlStage]]:
+    """Build the policy, and a stage of each row around it; a row with a critic has a trainer of its own."""
     from mmrl.report.progress import Progress
     from mmrl.report.trackers import Trackers
     from mmrl.run.rl import build
@@ -222,21 +230,38 @@ def _stages(rows: Mapping[str, RlRunConfig], task: Task) -> Iterator[dict[str, R
         Progress(total=1, title="audit", live=False, console=Console(quiet=True)) as quiet,
         stoppable() as stop,
         released(task),
+        ExitStack() as stack,
     ):
-        stage = build(config, task, StepLog(rundir=rundir, progress=quiet, trackers=Trackers({}), stop=stop))
-        try:
+        log = StepLog(rundir=rundir, progress=quiet, trackers=Trackers({}), stop=stop)
+
+        def built(row: RlRunConfig) -> RlStage:
+            stage = build(row, task, log)
+            stack.callback(stage.close)
             stage.sync(0)
-            yield {
-                name: replace(
-                    stage,
-                    config=row,
-                    reward_set=reward_set(task, row.task.reward, name),
-                    assignment=module_assignment(row, task.program.modules),
-                )
-                for name, row in rows.items()
-            }
-        finally:
-            stage.close()
+            if stage.trainer.critic is not None:
+                assert policy is not None  # or it is refused
+                stage.trainer.critic.load(_checkpoint(policy))
+            return stage
+
+        shared: RlStage | None = None
+        stages = {}
+        for name, row in rows.items():
+            if isinstance(row.algo, CriticConfig):
+                stages[name] = built(row)
+                continue
+            shared = built(row) if shared is None else shared
+            named, assignment = reward_set(task, row.task.reward, name), module_assignment(row, task.program.modules)
+            stages[name] = replace(shared, config=row, reward_set=named, assignment=assignment)
+        yield stages
+
+
+def _checkpoint(run: str) -> Path:
+    """Return the checkpoint of a run's policy."""
+    policy = resolve(run)
+    found = source_of(policy.adapter or policy.base)
+    if found is None:
+        raise ConfigError(f"policy: {run} has no checkpoint with a critic")
+    return found
 
 
 def _told(rows: Mapping[str, RlRunConfig], keys: AuditKeys) -> JsonObject:
