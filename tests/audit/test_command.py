@@ -82,7 +82,7 @@ def test_page_and_table_have_every_row(
     assert page.count("<svg") >= 4 and "<script" not in page
 
 
-@pytest.mark.parametrize("pieces", [1, 3, 9, 24])
+@pytest.mark.parametrize("pieces", [2, 20])
 def test_a_killed_audit_goes_on_to_the_same_bytes(
     pieces: int, result: dict[str, Any], words: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,7 +115,7 @@ def test_a_folder_of_other_settings_or_other_paths_is_refused(
     lines = (copy / "work.jsonl").read_text().splitlines()
     changed = [line.replace('"digest":"', '"digest":"0') for line in lines if '"piece":"done"' not in line]
     (copy / "work.jsonl").write_text("\n".join(changed) + "\n")
-    assert main([*words[1], ROWS, *SMALL, f"out={copy}"]) == 1
+    assert main([*words[1], ROWS, *SMALL, f"out={copy}"]) == 2
     assert "has made other calls than before" in capsys.readouterr().err
     (words[0] / "full").mkdir()
     (words[0] / "full/notes.txt").write_text("mine")
