@@ -209,6 +209,60 @@ def test_what_is_divided_by_lengths_or_deviations_has_a_limit_below_1():
     assert cosine(own, truth) == pytest.approx(1) and 5 * own == pytest.approx(2 / 3 * truth, abs=1e-12)
 
 
+ROWS: Mapping[str, tuple[str, dict[str, object]]] = {
+    "rloo": ("grpo", {**RLOO, "loss_length": 5}),
+    "grpo": ("grpo", {}),
+    "mmgrpo": ("mmgrpo", {"rollouts": 3}),
+    "mhgpo_fof": ("mhgpo_fof", {"loss_mean": "constant", "loss_length": 5, "scale": False}),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("name", ["stops", "skipping"])
+def test_estimates_are_those_of_all_forests(name, row):
+    """Audits of 12 batches of 8 groups, each against a reference of its own: cosine and length have the mean that
+    they have with the enumerated gradient, and intervals hold it about as often as they say."""
+    table, (algorithm, options) = one_example(name), ROWS[row]
+    chances, rows, references = [], [], []
+    for chance, forest in table.forests(lambda history: 1 if history else 3):
+        forest = with_ids(forest)
+        found = credit(forest, algorithm, **options)
+        calls = train_calls(forest, found, dict.fromkeys(forest.examples, 0))
+        chances.append(chance)
+        rows.append(flat(table, scored(table, forest, calls)))
+        outcomes = {rollout.id: rollout.reward for rollout in forest.rollouts}
+        references.append(flat(table, scored(table, forest, reference_calls(forest, outcomes))))
+    p, g, r, truth = np.array(chances), np.array(rows), np.array(references), flat(table, table.gradient())
+    g[np.abs(g) < 1e-12] = 0.0
+    draw = np.random.default_rng(5)
+
+    def batches(count: int) -> np.ndarray:
+        vectors: np.ndarray = draw.multinomial(8, p, count) @ g / 8
+        vectors[np.abs(vectors) < 1e-12] = 0.0
+        return vectors
+
+    many = batches(50_000)
+    norms = np.linalg.norm(many, axis=1)
+    cosines = np.divide(many @ truth, norms * np.linalg.norm(truth), out=np.zeros(len(many)), where=norms > 0)
+    expected = {"cosine": cosines.mean(), "length": 5 * (p @ g) @ truth / (truth @ truth)}
+    audits = []
+    for _ in range(200):
+        blocks = np.array([draw.multinomial(100, p) @ r / 100 for _ in range(BLOCKS)])
+        audits.append(alignment(projected(blocks, batches(12)), blocks @ blocks.T, unit=5.0))
+    assert all(a.cosine is not None and a.length is not None for a in audits)
+    # Cosines near 1 have a long tail to the left, and 12 of them an interval that is somewhat too narrow.
+    for what, least in (("cosine", 0.82), ("length", 0.9)):
+        estimates = [getattr(a, what) for a in audits]
+        means = np.array([e.mean for e in estimates])
+        # Beside chance, 3 % for the noise of <G1, G2>, by which is divided.
+        error = 4 * means.std(ddof=1) / math.sqrt(len(means)) + 0.03 * abs(expected[what])
+        assert means.mean() == pytest.approx(expected[what], abs=error), what
+        assert np.mean([covered(e, expected[what]) for e in estimates]) >= least, what
+    assert np.mean([a.zero for a in audits]) / 12 == pytest.approx((norms == 0).mean(), abs=0.02)
+    if row == "rloo":
+        assert expected["length"] == pytest.approx(1)
+
+
 def test_rloo_is_aligned_and_as_long_as_the_reference(tmp_path):
     """Engine, trainer and files: more rollouts bring the cosine towards 1, and the length is 1 at any number."""
     table = TABLES["stops"]
