@@ -294,6 +294,11 @@ TYPED: tuple[Idle[Case], ...] = (
         lambda c: c.modules == 1 and "repeated_calls" in c.absent,
         "with a program of one call, which is the whole trajectory",
     ),
+    Idle(
+        "algo.siblings",
+        lambda c: c.modules == 1 and "repeated_calls" in c.absent,
+        "with a program of one call, whose samples are all compared",
+    ),
     Idle("algo.filler algo.fill_source algo.failing_index", lambda c: "repeated_calls" in c.absent, _ONCE),
     Idle("algo.padding_mode", lambda c: c.algo.padding_mode == "truncate" and "repeated_calls" in c.absent, _ONCE),
     Idle(

@@ -41,7 +41,7 @@ MISTAKES = [
     ("train task.retriever={name:remote,url:x}", "task.retriever.url: got 'x', expected http://HOST"),
     ("train engine.name=vlm", "engine.name: got 'vlm', expected 'auto', "),
     ("train engine=vllm_server hardware.processes=x", "hardware.processes: got 'x', expected"),
-    ("train ~algo", "algo: got no name, expected one of ccpo, dr_mas, gigpo, grpo, "),
+    ("train ~algo", "algo: got no name, expected one of c3, ccpo, dr_mas, gigpo, grpo, "),
     ("train steps=10", "steps: unknown key; did you mean train.steps?"),
     ("train --steps=10", "--steps: unknown flag; did you mean train.steps? Keys are typed as KEY=VALUE"),
     ("train --group-size=4", "--group-size: unknown flag; did you mean algo.group_size?"),

@@ -87,6 +87,7 @@ RUNS = (
     f"rl algo=grpo {PAIRS} engine=vllm_server engine.python=VLLM model.lora={{}} train.lr=0",
     f"rl algo=grpo_mr task=search_agent {PAIRS}",
     f"rl algo=dr_mas task=search_o1 {PAIRS}",
+    f"rl algo=c3 task=search_agent {PAIRS.partition(' ')[2]} algo.scale=true",
     f"rl algo=ccpo task=r1_searcher {PAIRS} algo.exchanged=[searcher] algo.scale=true",
     f"rl algo=gigpo task=tool_agent {PAIRS}",
     f"rl algo=igpo task=search_agent {PAIRS}",

@@ -50,6 +50,8 @@ CASES = [
     ),
     ("algo.aggregate=max", [RR, AGENT], "several successors", ["task=hotpotqa"]),
     ("algo.fork_probs=[1.0]", [RR, AGENT], "one module", None),
+    ("algo.fanout={rewriter\\:1:2}", ["algo=c3"], "calls each at most once", [AGENT, "algo.fanout={agent\\:1:2}"]),
+    ("algo.siblings=depth", ["algo=c3", "task=qa_direct"], "one call", [AGENT]),
     ("algo.on_missing=skip_example", [AGENT, "algo=mmgrpo"], "one module", ["task=hotpotqa"]),
     ("algo.value_clip=0.3", ["algo=mappo"], "one optimizer step", ["algo.epochs=2"]),
     ("algo.clip=0.3", [RR, "train.old_logprobs=recompute"], "whose ratio is 1", ["algo.minibatches=2"]),

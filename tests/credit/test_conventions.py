@@ -16,6 +16,7 @@ GROUPS_OF_ONE = {"mt_grpo": 2, "gigpo": 4, "tree_grpo": 4}
 SMALL = {
     "mmgrpo": {"rollouts": 2},
     "ccpo": {"group_size": 2, "scale": True},
+    "c3": {"group_size": 2, "scale": True, "baseline": "mean"},
     "ppo": {"beta": 0},
     "mt_ppo": {"beta": 0},
     "mappo": {"beta": 0},

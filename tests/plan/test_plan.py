@@ -38,6 +38,9 @@ LENGTHS = "lengths=rewriter:10/2,reranker:50/3,answerer:30/4"
         (["algo=mhgpo_rr", "algo.group_size=4", "algo.fork_probs=[0,1,0]"], (1, 4, 4)),
         # 2 trees, 3 draws, one of them at the question: 1 + 1 rewriters, 1 + 2 rerankers, 1 + 3 answerers
         (["algo=tree_grpo", "algo.trees=2", "algo.nodes=3", "algo.group_size=4"], (4, 6, 8)),
+        # 2 of the first two modules' calls, 4 of the last one's
+        (["algo=c3"], (2, 4, 16)),
+        (["algo=c3", "algo.fanout={reranker:3}"], (1, 3, 3)),
         # a second play costs what comes after the exchanged module
         (["algo=ccpo", "algo.group_size=2"], (2, 2 + 2, 2 + 4)),
     ],

@@ -106,7 +106,7 @@ def test_refill_without_effect_is_refused(capsys, tmp_path, monkeypatch):
     assert main(arguments) == 2
     assert "algo.zero_variance: got refill, which has no effect with train.batch_size=8" in capsys.readouterr().err
     assert main(["train", "algo=ppo", "task=search_agent", "algo.zero_variance=refill"]) == 2
-    assert "it is an option of ccpo, dr_mas, gigpo, grpo, " in capsys.readouterr().err
+    assert "it is an option of c3, ccpo, dr_mas, gigpo, grpo, " in capsys.readouterr().err
 
 
 def test_failures_are_counted_over_the_step_and_not_over_a_round(random_model, tmp_path, monkeypatch):
