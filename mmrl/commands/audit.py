@@ -126,8 +126,8 @@ def _of_task(rows: Sequence[RlRunConfig], keys: AuditKeys, task: Task) -> list[s
         found.append(f"examples: got {keys.examples}, the train split has {available}")
     if not getattr(rows[0].task, "deterministic", True):
         found.append(
-            "task.deterministic: got false, and mmrl audit plays an agent again with the replies of a rollout; expected an "
-            "agent that then makes the same requests"
+            "task.deterministic: got false, and an audit plays an agent again with the replies of a rollout; expected "
+            "an agent that then makes the same requests"
         )
     answered = rows[0].engine.endpoints or {}
     if answered:
