@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
+from math import prod
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,7 +22,7 @@ from mmrl.audit.ledger import Ledger
 from mmrl.audit.plays import Place, Plays, credited
 from mmrl.credit.entries import Credit
 from mmrl.errors import CheckpointError
-from mmrl.records import Forest
+from mmrl.records import Call, Forest
 from mmrl.rollout.plans import Tree
 from mmrl.stages.collect import train_calls
 from mmrl.stages.rl import RlStage
@@ -78,16 +79,15 @@ class Measurement:
 
     def expected_calls(self, places: Sequence[Place]) -> dict[str, int]:
         """Estimate the calls of each part, by the recorded paths and the plans."""
-        plays = self.plays
-        length = fmean(len(leaf.calls) for leaf in plays.recorded.values())
+        plays, paths = self.plays, [leaf.calls for leaf in self.plays.recorded.values()]
         batches = [
-            length * len(plays.examples) * sum(tree.size for tree in self._plan(row, plays.examples[0].id, 0))
-            for row in self._groups().values()
+            len(plays.examples) * fmean(sum(planned_calls(tree, path) for tree in trees) for path in paths)
+            for trees in (self._plan(row, plays.examples[0].id, 0) for row in self._groups().values())
         ]
         return {
             "truth": plays.calls_of_truth(places),
             "rows": round(max(batches) * plays.keys.batches * len(batches)),
-            "reference": round(length * len(plays.examples) * plays.keys.reference),
+            "reference": round(fmean(map(len, paths)) * len(plays.examples) * plays.keys.reference),
         }
 
     def measure(self, places: Sequence[Place]) -> None:
@@ -98,7 +98,7 @@ class Measurement:
         unit = max(sizes.values())
         self.ledger.piece("unit", lambda: {"calls": unit, "batches": sizes})
         self._reference()
-        for row, of_plan in self._by_plan().items():
+        for row, of_plan in self._by_plan.items():
             self._gradients(of_plan, unit, sizes[row])
             self.forests = {key: forest for key, forest in self.forests.items() if key[0] != row}
 
@@ -126,8 +126,9 @@ class Measurement:
 
     def _groups(self) -> dict[str, RlStage]:
         """Return the first row of each plan."""
-        return {names[0]: self.rows[names[0]] for names in self._by_plan().values()}
+        return {names[0]: self.rows[names[0]] for names in self._by_plan.values()}
 
+    @cached_property
     def _by_plan(self) -> dict[str, list[str]]:
         """Return the rows that can share forests, by the first of them."""
         found: dict[object, list[str]] = {}
@@ -140,7 +141,7 @@ class Measurement:
         return {names[0]: names for names in found.values()}
 
     def _forest(self, name: str, number: int) -> tuple[Forest, int, int]:
-        first = next(first for first, names in self._by_plan().items() if name in names)
+        first = next(first for first, names in self._by_plan.items() if name in names)
         if (first, number) not in self.forests:
             self.forests[first, number] = self.plays.batch(self.rows[first], number)
         return self.forests[first, number]
@@ -207,6 +208,21 @@ class Measurement:
         credit = row.credit(forest)
         calls = train_calls(forest, credit, dict.fromkeys(forest.examples, 0))
         return Part(gradient(row.trainer.forwards, calls, row.config.algo.loss), forest, credit)
+
+
+def planned_calls(tree: Tree, path: Sequence[Call]) -> float:
+    """Return the calls of a tree whose rollouts all call the modules that a recorded path does."""
+    branches, calls = 1, 0.0
+    for position, call in enumerate(path):
+        at = [f for f in tree.forks if (f.module, f.invocation) == (call.module, call.invocation)]
+        branches *= prod(fork.width for fork in (at if position else [*at, *(f for f in tree.forks if not f.module)]))
+        calls += branches
+    if tree.growth is not None:
+        calls += tree.growth.rounds * tree.growth.nodes * (len(path) + 1) / 2
+    for module in tree.exchange.modules if tree.exchange is not None else ():
+        # A second play, live from the module's first call on.
+        calls += branches * (len(path) - next((n for n, call in enumerate(path) if call.module == module), len(path)))
+    return calls
 
 
 @dataclass(frozen=True, slots=True)
