@@ -1,9 +1,11 @@
 """Statistics of alignment: how much of a row's gradient goes uphill, out of inner products alone.
 
-Part of `audit`. The reference gradient G has noise of its own: G1 and G2, its two halves, have independent noise, so
-<G1, G2> is |G|² without bias where <G, G> is too large. For gradients g that are independent of both,
+Part of `audit`. The reference gradient G has noise of its own. Its blocks b have independent noise, so that the mean
+product of two different blocks is |G|² without bias, where the product of a mean with itself is too large. It is
+<G1, G2> of two halves of the blocks, averaged over all ways to halve them: one way alone, as the first half against the
+second, has half of these products and an error to match. For gradients g that are independent of all blocks,
 
-    cosine = <g, (G1 + G2) / 2> / (|g| · √<G1, G2>),   length = <g, (G1 + G2) / 2> / <G1, G2>
+    cosine = <g, mean b> / (|g| · √<G1, G2>),   length = <g, mean b> / <G1, G2>
 
 """
 
@@ -12,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -31,7 +34,7 @@ class Strength:
     """Squared length of the reference gradient."""
 
     product: float
-    """<G1, G2>"""
+    """<G1, G2>, over all halves."""
     error: float
     """Its standard error, by the jackknife over blocks."""
 
@@ -77,11 +80,8 @@ def strength(gram: Sequence[Sequence[float]]) -> Strength:
         gram: inner products of the reference's blocks.
     """
     products = np.array(gram)
-
-    def squared(first: np.ndarray, second: np.ndarray) -> float:
-        return float(first @ products @ second)
-
-    return Strength(squared(*_halves(len(products))), _jackknife(squared, len(products)))
+    everything = np.ones(len(products), bool)
+    return Strength(_squared(products, everything), _jackknife(partial(_squared, products), len(products)))
 
 
 def alignment(
@@ -98,12 +98,12 @@ def alignment(
     norms = np.sqrt([projection.norm2 for projection in projections])  # (batches,)
     directions = np.divide(products, norms[:, None], out=np.zeros_like(products), where=norms[:, None] > 0)
 
-    def cosines(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-        values: np.ndarray = directions @ (first + second) / 2 / math.sqrt(first @ blocks @ second)
+    def cosines(kept: np.ndarray) -> np.ndarray:
+        values: np.ndarray = directions[:, kept].mean(axis=1) / math.sqrt(_squared(blocks, kept))
         return values
 
-    def lengths(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-        values: np.ndarray = (unit or 0.0) * (products @ (first + second) / 2) / (first @ blocks @ second)
+    def lengths(kept: np.ndarray) -> np.ndarray:
+        values: np.ndarray = (unit or 0.0) * products[:, kept].mean(axis=1) / _squared(blocks, kept)
         return values
 
     measurable = strength(gram).measurable
@@ -115,37 +115,29 @@ def alignment(
     )
 
 
-def _halves(blocks: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the weights of the blocks in G1 and in G2, (blocks,) each."""
-    first = np.arange(blocks) < blocks // 2
-    return first / first.sum(), ~first / (~first).sum()
+def _squared(products: np.ndarray, kept: np.ndarray) -> float:
+    """Return the mean product of two different blocks, of those that are kept; (blocks,) bool."""
+    among, count = products[np.ix_(kept, kept)], int(kept.sum())
+    return float(among.sum() - among.trace()) / (count * (count - 1))
 
 
-def _jackknife(statistic: Callable[[np.ndarray, np.ndarray], float], blocks: int) -> float:
-    """Return the standard error of a statistic of the two halves' weights, each block left out in turn.
+def _jackknife(statistic: Callable[[np.ndarray], float], blocks: int) -> float:
+    """Return the standard error of a statistic of the kept blocks, each left out in turn (B. Efron, 1982).
 
-    The jackknife of two samples (B. Efron, 1982): blocks of a half are compared with the others of their half.
+    Of products of noise it makes too much rather than too little: up to √2 where there is no gradient at all.
     """
-    halves, variance = _halves(blocks), 0.0
-    for number, half in enumerate(halves):
-        members, values = np.flatnonzero(half), []
-        for block in members:
-            left = np.where(np.arange(blocks) == block, 0.0, half)
-            weights = [*halves]
-            weights[number] = left / left.sum()
-            values.append(statistic(*weights))
-        variance += (len(members) - 1) * float(np.var(values))
-    return math.sqrt(variance)
+    values = [statistic(np.arange(blocks) != block) for block in range(blocks)]
+    return math.sqrt((blocks - 1) * float(np.var(values)))
 
 
-def _estimate(statistic: Callable[[np.ndarray, np.ndarray], np.ndarray], blocks: int) -> Estimate:
-    values = statistic(*_halves(blocks))
+def _estimate(statistic: Callable[[np.ndarray], np.ndarray], blocks: int) -> Estimate:
+    values = statistic(np.ones(blocks, bool))
     mean, count = float(values.mean()), len(values)
     if count == 1:
         return Estimate(mean=mean, low=None, high=None)
     spread = _t(count - 1) * float(values.std(ddof=1)) / math.sqrt(count)
     # All batches are compared with one reference, whose error does not average out over them.
-    reference = _t(blocks - 2) * _jackknife(lambda *weights: float(statistic(*weights).mean()), blocks)
+    reference = _t(blocks - 1) * _jackknife(lambda kept: float(statistic(kept).mean()), blocks)
     width = math.hypot(spread, reference)
     return Estimate(mean=mean, low=mean - width, high=mean + width)
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mmrl.trainer.forwards import Forwards
 
 BLOCKS = 16
-"""Blocks of the reference; the first half of them is G1, the second G2."""
+"""Blocks of the reference."""
 _CHUNK = 2**18
 """Numbers of a vector that are in float64 at once."""
 

@@ -47,7 +47,7 @@ def covered(estimate: Estimate | None, value: float) -> bool:
 
 
 def test_a_noisy_reference_does_not_shift_cosine_and_length():
-    """The noise of each half is half as long (squared) as G: cosines with their mean would be a tenth too small."""
+    """The noise of their mean has a quarter of |G|²: cosines with it would be a tenth too small."""
     draw, expected = np.random.default_rng(0), true_cosine(0.05, 0.5)
     noise = math.sqrt(BLOCKS / 4 / SIZE)
     found = []
@@ -62,12 +62,12 @@ def test_a_noisy_reference_does_not_shift_cosine_and_length():
     assert cosines.mean() == pytest.approx(expected, abs=0.02)
     assert lengths.mean() == pytest.approx(math.cos(0.3), abs=0.05)
     raw = expected / math.sqrt(1 + noise**2 * SIZE / BLOCKS)
-    assert raw < expected - 0.08, "without halves: cosine with the mean of all blocks, noise and all"
+    assert raw < expected - 0.08, "naively: cosine with the mean of all blocks, noise and all"
     assert np.mean([covered(a.cosine, expected) for a in found]) > 0.92
     assert np.mean([covered(a.length, math.cos(0.3)) for a in found]) > 0.92
 
 
-def test_halves_have_no_bias_and_the_whole_has():
+def test_different_blocks_have_no_bias_and_the_whole_has():
     draw = np.random.default_rng(1)
     products, wholes = [], []
     for _ in range(2000):
@@ -87,13 +87,29 @@ def test_the_jackknifes_error_is_that_of_repeated_references(noise):
     assert spread * 0.97 <= np.mean([s.error for s in found]) <= spread * 1.3
 
 
-def test_jackknife_by_hand():
-    """Four blocks of one number: G1 = (1 + 3) / 2, G2 = (2 + 4) / 2. Without one block: 9, 3 and 8, 4."""
+def test_strength_by_hand():
+    """Blocks 1, 3, 2, 4: halves (1 + 3) / 2 · (2 + 4) / 2 = 6, 1.5 · 3.5 and 2.5 · 2.5, on average 35 / 6.
+
+    Without one block, pairs of the others: (6 + 12 + 8) / 3, (2 + 4 + 8) / 3, (3 + 4 + 12) / 3, (3 + 2 + 6) / 3.
+    """
     numbers = np.array([1.0, 3.0, 2.0, 4.0])
     found = strength(np.outer(numbers, numbers))
-    assert found.product == pytest.approx(2 * 3)
-    assert found.error == pytest.approx(math.sqrt(9 + 4))
-    assert not found.measurable and found.needed == pytest.approx(16 * 13 / 36)
+    assert found.product == pytest.approx(35 / 6)
+    left_out = np.array([26, 14, 19, 11]) / 3
+    assert left_out.mean() == pytest.approx(35 / 6)
+    assert found.error == pytest.approx(math.sqrt(3 / 4 * ((left_out - 35 / 6) ** 2).sum()))
+    assert not found.measurable and found.needed == pytest.approx((4 * found.error / found.product) ** 2)
+
+
+def test_all_halves_say_more_than_one_way_to_halve():
+    """Where noise prevails, products of all pairs have less noise than those of the first half with the second."""
+    draw, one, every = np.random.default_rng(6), [], []
+    for _ in range(1000):
+        blocks, _ = simulated(draw, 1.0, 1, 0.0)
+        one.append(float(blocks[: BLOCKS // 2].mean(0) @ blocks[BLOCKS // 2 :].mean(0)))
+        every.append(strength(blocks @ blocks.T).product)
+    assert np.mean(every) == pytest.approx(np.mean(one), abs=0.1)
+    assert np.std(every) < 0.85 * np.std(one)
 
 
 def test_no_gradient_is_not_measurable_and_gets_no_number():
