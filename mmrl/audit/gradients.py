@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import torch
 
+from mmrl.audit.settings import BLOCKS
 from mmrl.config import AlgoConfig
 from mmrl.credit.entries import Entry
 from mmrl.errors import MmrlError
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
     from mmrl.trainer.forwards import Forwards
 
-BLOCKS = 16
-"""Blocks of the reference."""
 _CHUNK = 2**18
 """Numbers of a vector that are in float64 at once."""
 

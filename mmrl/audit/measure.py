@@ -17,9 +17,10 @@ import torch
 from mmrl import rng
 from mmrl.algorithms import ALGORITHMS
 from mmrl.audit.budgets import joined, runs, scaled_alike
-from mmrl.audit.gradients import BLOCKS, Reference, gradient, reference_calls
+from mmrl.audit.gradients import Reference, gradient, reference_calls
 from mmrl.audit.ledger import Ledger
 from mmrl.audit.plays import Place, Plays, credited
+from mmrl.audit.settings import BLOCKS
 from mmrl.credit.entries import Credit
 from mmrl.errors import CheckpointError
 from mmrl.records import Call, Forest

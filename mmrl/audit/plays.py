@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mmrl import rng
-from mmrl.audit.gradients import BLOCKS
 from mmrl.audit.numbers import Credited
-from mmrl.audit.settings import AuditKeys
+from mmrl.audit.settings import BLOCKS, AuditKeys
 from mmrl.credit.entries import Credit
 from mmrl.errors import ConfigError, ReplayDivergence
 from mmrl.records import Call, Example, Forest

@@ -9,10 +9,10 @@ from typing import Any
 
 from mmrl.audit import numbers
 from mmrl.audit.alignment import alignment, strength
-from mmrl.audit.gradients import BLOCKS, Projection
+from mmrl.audit.gradients import Projection
 from mmrl.audit.ledger import Ledger
 from mmrl.audit.numbers import Credited, Decision, Measured, Paths, Truth
-from mmrl.audit.settings import AuditKeys
+from mmrl.audit.settings import BLOCKS, AuditKeys
 from mmrl.system.files import JsonObject
 
 

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from mmrl.config.base import Section
 
 BLOCKS = 16
-"""Blocks of the reference gradient; the first half of them against the second says whether it can be measured."""
+"""Blocks of the reference gradient: how they agree says whether it can be measured."""
 LEAST_RUNS = 3
 """Gradients of a budget that an interval is taken over."""
 
