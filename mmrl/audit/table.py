@@ -11,8 +11,9 @@ from mmrl.system.files import JsonObject
 
 def table(result: JsonObject) -> str:
     """Return rows, modules and what stands below them, as text."""
-    parts = [align(rows_of(result)), align(modules_of(result)), *notes(result)]
-    return "\n\n".join(parts)
+    # A last column of numbers would stand to the left, as words do.
+    parts = [align([[*line, ""] for line in rows]) for rows in (rows_of(result), modules_of(result))]
+    return "\n\n".join([*parts, *notes(result)])
 
 
 def rows_of(result: JsonObject) -> list[list[str]]:
