@@ -58,7 +58,7 @@ def gradient(forwards: Forwards, calls: Sequence[TrainCall], kind: str = "clip")
         with forwards.autocast():
             scores = forwards.score(forwards.wrapped, pack)
         logprobs, of_call = scores.logprobs[pack.entry_index], pack.of_call[pack.entry_index]
-        clip = forwards.settings.algo.clip  # without effect: the ratio is 1
+        clip = forwards.settings.algo.clip  # without effect: the ratio is 1, log-probabilities being over themselves
         result = token_loss(
             logprobs,
             logprobs.detach(),
@@ -68,7 +68,6 @@ def gradient(forwards: Forwards, calls: Sequence[TrainCall], kind: str = "clip")
             clip,
             None,
             beta=0.0,
-            ratio_one=True,
             kind=kind,
             calls=of_call,
         )
@@ -85,16 +84,13 @@ def gradient(forwards: Forwards, calls: Sequence[TrainCall], kind: str = "clip")
 
 
 def _trained(forwards: Forwards) -> list[torch.nn.Parameter]:
-    """Return the weights that an update of the policy moves; the critic's are none of them."""
+    """Return the weights that an update of the policy moves; a critic's adapter takes no gradients while idle."""
     policy, adapters = forwards.policy, forwards.adapters
     if adapters is not None:
         # Not by `requires_grad`, which peft gives to the active adapter alone.
         peft = cast("PeftModel", policy)
         return [weight for name in adapters.trained for weight in adapters.parameters(peft, name).values()]
-    # Its adapter lives inside of the policy.
-    critic = {} if forwards.critic is None else forwards.critic.named_parameters()
-    of_critic = {id(parameter) for parameter in critic.values()}
-    return [weight for weight in policy.parameters() if weight.requires_grad and id(weight) not in of_critic]
+    return [weight for weight in policy.parameters() if weight.requires_grad]
 
 
 def _prepare(forwards: Forwards) -> None:
