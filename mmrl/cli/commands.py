@@ -296,7 +296,7 @@ def audit(context: typer.Context) -> None:
     keys = line.section(AuditKeys)
     from mmrl.commands.audit import audit as run_audit
 
-    run_audit(configs.audit_configs(line, keys.algo, keys.policy), keys)
+    run_audit(configs.audit_configs(line, keys.algo, keys.policy), keys, ["mmrl", "audit", *context.args])
 
 
 @app.command(**SETTINGS, options_metavar="RUN_DIR out=FOLDER [KEY=VALUE ...]")

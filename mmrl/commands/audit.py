@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from mmrl.audit.settings import AuditKeys
 from mmrl.config import RlRunConfig
 from mmrl.config.algo import CriticConfig
 from mmrl.config.base import value_at
-from mmrl.errors import ConfigError, refuse
+from mmrl.errors import ConfigError, MmrlError, continue_with, refuse, storage
 from mmrl.run.build import build_task, check_model, reward_set, separate_teachers
 from mmrl.run.check import check_all
 from mmrl.run.launch import released
@@ -43,11 +44,12 @@ AT_RATIO_ONE = ("epochs", "minibatches", "clip", "clip_high", "beta", "ratio_one
 TRAIN_KEYS = ("microbatch_tokens", "packing", "max_failed_share")
 
 
-def audit(rows: Sequence[RlRunConfig], keys: AuditKeys) -> Path:
+def audit(rows: Sequence[RlRunConfig], keys: AuditKeys, command: Sequence[str]) -> Path:
     """Run `mmrl audit`; the same command goes on with one that was stopped. Returns the folder.
 
     Args:
         rows: config of a training run by each algorithm.
+        command: as typed.
 
     Raises:
         ConfigError: every problem, before anything is played.
@@ -59,10 +61,14 @@ def audit(rows: Sequence[RlRunConfig], keys: AuditKeys) -> Path:
     task = build_task(first.task, first.seed)
     refuse(dict.fromkeys(_of_task(rows, keys, task)))
     check_model(first)
-    shared = {"model": first.model, "hardware": first.hardware, "engine": first.engine, "task": first.task}
-    settled = {row.algo.name: row.model_copy(update={**shared, "start": first.start}) for row in rows}
+    shared = {section: getattr(first, section) for section in ("model", "hardware", "engine", "start")}
+    prompts = {"prompts": first.task.prompts}
+    settled = {
+        row.algo.name: row.model_copy(update={**shared, "task": row.task.model_copy(update=prompts)}) for row in rows
+    }
     settings = _settings(settled, keys)
-    out = Path(keys.out) if keys.out is not None else TOP / f"{task.name}-{rng.digest(dumps(settings)):032x}"[:60]
+    digest = f"{rng.digest(dumps(settings)):032x}"[:12]
+    out = TOP / f"{task.name}-{digest}" if keys.out is None else Path(keys.out)
     # torch and TRL load for an audit that nothing stands against.
     from mmrl.audit.gradients import length_unit
     from mmrl.audit.ledger import Ledger
@@ -73,10 +79,14 @@ def audit(rows: Sequence[RlRunConfig], keys: AuditKeys) -> Path:
     ledger = Ledger(out, settings)
     try:
         if "done" not in ledger:
-            _measure(settled, keys, task, ledger, out)
+            with storage(out):
+                _measure(settled, keys, task, ledger, out)
             ledger.piece("done", lambda: True)
         units = {name: length_unit(row.algo) for name, row in settled.items()}
         result = result_of(ledger, keys, _told(settled, keys), units, first.seed)
+    except (MmrlError, KeyboardInterrupt) as error:
+        continue_with(error, shlex.join(command))
+        raise
     finally:
         ledger.close()
     atomic_write(out / "audit.json", dumps(result, indent=1) + "\n")
@@ -90,6 +100,11 @@ def problems(rows: Sequence[RlRunConfig], keys: AuditKeys) -> list[str]:
     found = []
     for row in rows:
         name, algo = row.algo.name, row.algo
+        found += [
+            f"{name}.{section}: an audit is of one program and policy; rows differ by algo.* and task.reward alone"
+            for section in ("task", "model", "engine", "hardware", "seed", "plugins")
+            if _shared(row, section) != _shared(rows[0], section)
+        ]
         if isinstance(algo, CriticConfig) and _trained_by(keys.policy) != name:
             found.append(
                 f"algo: {name} needs a critic of this policy, which mmrl audit does not fit; expected policy=RUN of a "
@@ -112,6 +127,11 @@ def problems(rows: Sequence[RlRunConfig], keys: AuditKeys) -> list[str]:
                 f"algo.{key}: got {got}, and an audit is of one policy; expected one value for all, as {value}"
             )
     return found
+
+
+def _shared(row: RlRunConfig, section: str) -> object:
+    """Return a section of what all rows share."""
+    return row.task.model_copy(update={"reward": None}) if section == "task" else getattr(row, section)
 
 
 def _trained_by(policy: str | None) -> object:

@@ -84,7 +84,11 @@ def test_page_and_table_have_every_row(
 
 @pytest.mark.parametrize("pieces", [2, 20])
 def test_a_killed_audit_goes_on_to_the_same_bytes(
-    pieces: int, result: dict[str, Any], words: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch
+    pieces: int,
+    result: dict[str, Any],
+    words: tuple[Path, list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = words[0] / f"killed-{pieces}"
     written, append = 0, ledger.append_jsonl
@@ -100,6 +104,7 @@ def test_a_killed_audit_goes_on_to_the_same_bytes(
 
     monkeypatch.setattr(ledger, "append_jsonl", killed)
     assert main([*words[1], ROWS, *SMALL, f"out={out}"]) == 130
+    assert "continue with: mmrl audit task=tabular_two" in capsys.readouterr().err
     monkeypatch.setattr(ledger, "append_jsonl", append)
     assert main([*words[1], ROWS, *SMALL, f"out={out}"]) == 0
     assert (out / "audit.json").read_bytes() == (words[0] / "whole/audit.json").read_bytes()
@@ -139,6 +144,7 @@ REFUSED = [
     ("algo=grpo,dr_mas grpo.algo.temperature=0.5", "algo.temperature: got 0.5 (grpo), 1.0 (dr_mas)"),
     ("algo=grpo,ccpo truth=reward", "truth: got reward, and the reward of ccpo is made of second plays"),
     ("algo=grpo,mhgpo_fof truth=reward", "truth: got reward, and the rows optimise different ones"),
+    ("algo=grpo,dr_mas dr_mas.task.max_tokens=2", "dr_mas.task: an audit is of one program and policy"),
     ("algo=grpo,sft", "algo: sft gives calls no credit"),
     ("algo=grpo policy=nowhere", "policy: nowhere"),
     ("algo=mt_grpo", "algo: mt_grpo needs a task with turn rewards"),
