@@ -101,7 +101,8 @@ def problems(rows: Sequence[RlRunConfig], keys: AuditKeys) -> list[str]:
     for row in rows:
         name, algo = row.algo.name, row.algo
         found += [
-            f"{name}.{section}: an audit is of one program and policy; rows differ by algo.* and task.reward alone"
+            f"{name}.{section}: is another than that of {rows[0].algo.name}, and an audit is of one policy; "
+            f"expected settings of {section} for all rows"
             for section in ("task", "model", "engine", "hardware", "seed", "plugins")
             if _shared(row, section) != _shared(rows[0], section)
         ]
