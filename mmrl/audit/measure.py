@@ -22,7 +22,7 @@ from mmrl.audit.ledger import Ledger
 from mmrl.audit.plays import Place, Plays, credited
 from mmrl.audit.settings import BLOCKS
 from mmrl.credit.entries import Credit
-from mmrl.errors import CheckpointError
+from mmrl.errors import CheckpointError, MmrlError
 from mmrl.records import Call, Forest
 from mmrl.rollout.plans import Tree
 from mmrl.stages.collect import train_calls
@@ -53,10 +53,13 @@ class Measurement:
         """Play the recorded paths and draw the decisions; the same ones each time.
 
         Raises:
+            MmrlError: no path has a call that could be audited.
             CheckpointError: an audit that goes on has played other paths than before.
         """
         self.plays.record()
         places = self.plays.draw()
+        if not places:
+            raise MmrlError(f"no call of {', '.join(self.plays.trained)} on any of the recorded paths; see mmrl doctor")
         replies = {
             f"{c.example} {leaf.rollout.id} {c.id}": c.completion_ids
             for leaf in self.plays.recorded.values()

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, variance
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
@@ -162,11 +162,16 @@ Measured: TypeAlias = tuple[float | None, Interval | None]
 """A number and its 95 % interval; None where it is not defined, or rarely in resamples."""
 
 
-def over_examples(row: Sequence[Judged], measure: Callable[[Sequence[Judged]], float | None], seed: int) -> Measured:
+One = TypeVar("One", Decision, Judged)
+
+
+def over_examples(every: Sequence[One], measure: Callable[[Sequence[One]], float | None], seed: int) -> Measured:
     """Return a measure, with its interval by the bootstrap over examples."""
-    parts = list(_by_example(row).values())
+    if not every:
+        return None, None
+    parts = list(_by_example(every).values())
     resampled = (measure([one for index in draw for one in parts[index]]) for draw in _draws(len(parts), seed))
-    return measure(row), _percentiles([value for value in resampled if value is not None])
+    return measure(every), _percentiles([value for value in resampled if value is not None])
 
 
 def within_examples(row: Sequence[Judged], seed: int) -> Measured:
@@ -180,9 +185,9 @@ def within_examples(row: Sequence[Judged], seed: int) -> Measured:
     return float(values.mean()), _percentiles(values[_draws(len(values), seed)].mean(1).tolist())
 
 
-def _by_example(row: Sequence[Judged]) -> dict[str, list[Judged]]:
-    parts: dict[str, list[Judged]] = {}
-    for one in row:
+def _by_example(every: Sequence[One]) -> dict[str, list[One]]:
+    parts: dict[str, list[One]] = {}
+    for one in every:
         parts.setdefault(one.example, []).append(one)
     return parts
 

@@ -53,7 +53,7 @@ def fidelity(result: JsonObject) -> str:
                 axes.plot([measured["low"], measured["high"]], [place, place], color=LINES[0], linewidth=2)
             axes.plot(measured["value"], place, "o", color=LINES[0], markersize=7)
         axes.axvline(0, color=FAINT, linewidth=1)
-        if (ceiling := result["ceiling"]["all"]) is not None:
+        if (ceiling := result["ceiling"]["all"]["value"]) is not None:
             axes.axvline(ceiling, color=INK, linestyle="--", linewidth=1)
         axes.set_yticks(range(len(found)), list(found))
         axes.set(ylim=(len(found) - 0.5, -0.5), xlabel="fidelity")

@@ -13,6 +13,7 @@ from mmrl.audit.gradients import Projection
 from mmrl.audit.ledger import Ledger
 from mmrl.audit.numbers import Credited, Decision, Measured, Paths, Truth
 from mmrl.audit.settings import BLOCKS, AuditKeys
+from mmrl.errors import MmrlError
 from mmrl.system.files import JsonObject
 
 
@@ -53,8 +54,11 @@ def result_of(
         "clear_share": fmean(one.clear for one in any_row),
         "dropped": dropped,
         "ceiling": {
-            "all": numbers.ceiling(decisions),
-            **{m: numbers.ceiling([d for d in decisions if d.module == m]) for m in modules},
+            name: _shown(numbers.over_examples(part, numbers.ceiling, seed))
+            for name, part in {
+                "all": decisions,
+                **{m: [d for d in decisions if d.module == m] for m in modules},
+            }.items()
         },
         "reference": {
             "rollouts": keys.reference,
@@ -82,7 +86,7 @@ def result_of(
 
 
 def _decisions(pieces: Mapping[str, Any]) -> tuple[list[Decision], int]:
-    """Return decisions with a truth, and the number of those without."""
+    """Return decisions with a truth, and the number of those without; raises `MmrlError` where none has one."""
     truths = {
         truth["call"]: Truth(continued=truth["continued"], others=[(a, b) for a, b in truth["others"]])
         for name, chunk in pieces.items()
@@ -96,6 +100,8 @@ def _decisions(pieces: Mapping[str, Any]) -> tuple[list[Decision], int]:
         for one in drawn
         if one["call"] in truths
     ]
+    if not decisions:
+        raise MmrlError(f"all {len(drawn)} decisions were dropped: what follows them failed from outside causes")
     return decisions, len(drawn) - len(decisions)
 
 

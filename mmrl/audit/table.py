@@ -41,7 +41,10 @@ def rows_of(result: JsonObject) -> list[list[str]]:
                 f"{row['scored']:,.0f}",
             ]
         )
-    lines.append(["ceiling, blind", number(ceiling), "", "", "", share(result["clear_share"]), *[""] * (len(head) - 6)])
+    blind = share(result["clear_share"])
+    lines.append(
+        ["ceiling, blind", number(ceiling["value"]), interval(ceiling), "", "", blind, *[""] * (len(head) - 6)]
+    )
     return lines
 
 
@@ -57,7 +60,7 @@ def modules_of(result: JsonObject) -> list[list[str]]:
                 interval(facts["influence"]),
                 str(facts["decisions"]),
                 str(facts["clear"]),
-                number(result["ceiling"][module]),
+                number(result["ceiling"][module]["value"]),
                 *(number(result["rows"][name]["fidelity"][module]["value"]) for name in names),
             ]
         )

@@ -174,3 +174,8 @@ def test_pairs_estimate_the_spread_without_bias() -> None:
             expected += chance * Truth(continued=(0,), others=pairs).spread
     mean = p[0] * q[0][1] + p[1] * q[1][1]
     assert expected == pytest.approx(p[0] * (q[0][1] - mean) ** 2 + p[1] * (q[1][1] - mean) ** 2)
+
+
+def test_a_module_without_decisions_has_no_numbers() -> None:
+    assert numbers.over_examples([], numbers.fidelity, 0) == (None, None) == numbers.within_examples([], 0)
+    assert numbers.over_examples(list[Decision](), numbers.ceiling, 0) == (None, None)
