@@ -153,6 +153,8 @@ class Plays:
         trees = asyncio.run(play(env, roots, row.reward_set))
         generated = self._counted(env) + sum(call.attempts for root in roots for call in _recorded_calls(root))
         forest = forest_of([leaf for leaves in trees for leaf in leaves], row.task.program.modules, number + 1)
+        # The trainer needs the memory that a server on the same GPU would hold.
+        row.engine.sleep()
         scored = row.trainer.forwards.scored
         forest = row.complete((forest, {}), self.examples, number + 1, [])
         return forest, generated, row.trainer.forwards.scored - scored
@@ -162,6 +164,7 @@ class Plays:
         count = self.keys.reference // BLOCKS
         roots = [Branch(example=example, path=str(n)) for example in self.examples for n in range(count)]
         leaves = [leaf for leaf in self._single(self._environment(f"reference-{block}"), roots) if leaf is not None]
+        self.stage.engine.sleep()
         outcomes = {leaf.rollout.id: self._worth(leaf) for leaf in leaves}
         forest = forest_of(leaves, self.stage.task.program.modules, block)
         return forest, {name: outcome for name, outcome in outcomes.items() if outcome is not None}
