@@ -48,15 +48,15 @@ def test_any_program_is_audited(task: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_critic_is_that_of_the_audited_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
-    train = ["train", "algo=ppo", "task=search_agent", "train.steps=1", "train.batch_size=2", "eval.items=2"]
+    train = ["train", "algo=mappo", "task=hotpotqa", "train.steps=1", "train.batch_size=2", "eval.items=2"]
     assert main([*train, *MACHINE, f"run.dir={run}"]) == 0
-    result = audited(tmp_path, "algo=ppo,grpo", f"policy={run}", "grpo.algo.group_size=2")
-    assert result["rows"]["ppo"]["scored"] > 0 and result["rows"]["ppo"]["explained_variance"] is not None
-    assert result["rows"]["ppo"]["not_credited"] == 0
+    result = audited(tmp_path, "algo=mappo,grpo", f"policy={run}", "grpo.algo.group_size=2")
+    assert result["rows"]["mappo"]["scored"] > 0 and result["rows"]["mappo"]["explained_variance"] is not None
+    assert result["rows"]["mappo"]["not_credited"] == 0
     capsys.readouterr()
     # A critic of another algorithm's run is none of this row's.
-    assert main(["audit", "algo=mt_ppo", f"policy={run}", *LEAST, *MACHINE]) == 2
-    assert "algo: mt_ppo needs a critic of this policy" in capsys.readouterr().err
+    assert main(["audit", "algo=ppo", f"policy={run}", *LEAST, *MACHINE]) == 2
+    assert "algo: ppo needs a critic of this policy" in capsys.readouterr().err
 
 
 @pytest.mark.slow
