@@ -112,7 +112,7 @@ class Measurement:
             self.ledger.piece(f"truth {chunk}", partial(self.plays.truths, list(members)))
 
     def _reference(self) -> None:
-        reference, frozen = self.reference, self.plays.stage.assignment.frozen
+        reference, frozen = self.reference, self.plays.stage.assignment.untrained
         forwards = self.plays.stage.trainer.forwards
 
         def measured(block: int) -> object:

@@ -63,8 +63,8 @@ class Plays:
     @property
     def trained(self) -> tuple[str, ...]:
         """Modules that are in the loss."""
-        frozen = self.stage.assignment.frozen
-        return tuple(module for module in self.stage.task.program.modules if module not in frozen)
+        untrained = self.stage.assignment.untrained
+        return tuple(module for module in self.stage.task.program.modules if module not in untrained)
 
     @property
     def paths(self) -> int:

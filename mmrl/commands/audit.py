@@ -157,10 +157,17 @@ def _of_task(rows: Sequence[RlRunConfig], keys: AuditKeys, task: Task) -> list[s
             "expected the policy for all modules"
         )
     if keys.truth == "reward":
-        kinds = {row.algo.name: _optimised(row) for row in rows}
-        if len(set(map(repr, kinds.values()))) > 1:
-            said = ", ".join(f"{name}: {kind}" for name, kind in kinds.items())
+        sets = {row.algo.name: reward_set(task, row.task.reward, row.algo.name) for row in rows}
+        kinds = {row.algo.name: f"{sets[row.algo.name]} set, {_optimised(row)}" for row in rows}
+        if len({repr((sets[row.algo.name], _optimised(row))) for row in rows}) > 1:
+            said = "; ".join(f"{name}: {kind}" for name, kind in kinds.items())
             found.append(f"truth: got reward, and the rows optimise different ones ({said}); expected outcome")
+        elif "gain" in sets.values():
+            found.append("truth: got reward, and information gain is no reward of the task's; expected outcome")
+    frozen = {row.algo.name: module_assignment(row, task.program.modules).untrained for row in rows}
+    if len(set(frozen.values())) > 1:
+        said = "; ".join(f"{name}: {', '.join(sorted(modules)) or 'none'}" for name, modules in frozen.items())
+        found.append(f"algo: the rows leave different modules out of the loss ({said}); expected the same ones")
     return found
 
 

@@ -27,7 +27,7 @@ class Stand:
         self.task: Any = TableTask(self.table)
         self.engine = FakeEngine(self.reply)
         self.config = SimpleNamespace(seed=self.seed, algo=None)
-        self.assignment = SimpleNamespace(frozen=())
+        self.assignment = SimpleNamespace(untrained=frozenset())
 
     def reply(self, request: Request) -> str:
         history = tuple(map(int, spelled(request.prompt_ids).removeprefix("h")))

@@ -145,6 +145,7 @@ REFUSED = [
     ("algo=grpo,ccpo truth=reward", "truth: got reward, and the reward of ccpo is made of second plays"),
     ("algo=grpo,mhgpo_fof truth=reward", "truth: got reward, and the rows optimise different ones"),
     ("algo=grpo,dr_mas dr_mas.task.max_tokens=2", "dr_mas.task: is another than that of grpo"),
+    ("algo=mhgpo_fof,grpo mhgpo_fof.algo.freeze_modules=[first]", "out of the loss (mhgpo_fof: first; grpo: none)"),
     ("algo=mmgrpo,grpo mmgrpo.model.lora.r=4", "grpo.model: is another than that of mmgrpo"),
     ("algo=grpo,sft", "algo: sft gives calls no credit"),
     ("algo=grpo policy=nowhere", "policy: nowhere"),
