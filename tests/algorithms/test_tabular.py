@@ -66,7 +66,7 @@ def test_enumerated_forests_are_all_there_are(name):
 
 @pytest.mark.parametrize("name", TABLES)
 def test_the_engine_plays_the_policy_of_the_table(name):
-    table, count = TABLES[name], 2000
+    table, count = TABLES[name], 600
     forest = forest_of(tabular_environment(table), plans=independent(count))
     assert all(rollout.error is None for rollout in forest.rollouts)
     played = Counter(tuple(rollout.prediction) for rollout in forest.rollouts)

@@ -87,7 +87,7 @@ RUNS = (
     f"rl algo=grpo {PAIRS} engine=vllm_server engine.python=VLLM model.lora={{}} train.lr=0",
     f"rl algo=grpo_mr task=search_agent {PAIRS}",
     f"rl algo=dr_mas task=search_o1 {PAIRS}",
-    f"rl algo=c3 task=search_agent {PAIRS.partition(' ')[2]} algo.scale=true",
+    f"rl algo=c3 {PAIRS} algo.scale=true",
     f"rl algo=ccpo task=r1_searcher {PAIRS} algo.exchanged=[searcher] algo.scale=true",
     f"rl algo=gigpo task=tool_agent {PAIRS}",
     f"rl algo=igpo task=search_agent {PAIRS}",
@@ -160,6 +160,7 @@ HELD = {
     # read by the code that refuses, or before there is a config
     "* hardware.name": f"{PROCESSES}::test_profiles_that_cannot_work_are_refused",
     "* plugins": "tests/cli/test_plugins.py::test_the_documented_task_trains_from_the_users_own_folder",
+    "algo.c3 max_leaves": "tests/algorithms/test_c3.py::test_a_plan_of_too_many_leaves_is_refused",
     "task.agent deterministic": "tests/run/test_agents.py::"
     "test_algorithms_that_play_an_agent_again_refuse_one_that_differs_each_time",
     # read where a run that has started from another is continued
