@@ -25,7 +25,7 @@ from mmrl.system.stop import quiet_loops
 
 SPINS = "1000"
 """Looks of a thread of OpenMP's at what it waits for, before it sleeps; numbers do not depend on it."""
-LOADING = ("train", "eval", "doctor", "plan", "serve", "compare", "export")
+LOADING = ("train", "eval", "audit", "doctor", "plan", "serve", "compare", "export")
 """Commands that load packages for seconds, on a busy machine for a minute, before they have a word to say."""
 QUICK = {"-h", "--help", "help", "--cfg", "-c"}
 GROUP_CHOICES = """\b

@@ -262,6 +262,43 @@ def credit(context: typer.Context, as_json: JsonFlag = False) -> int:
     return credit_command(credit_request(context.args), as_json)
 
 
+@app.command(**SETTINGS, options_metavar="algo=A[,B] [KEY=VALUE ...]")
+def audit(context: typer.Context) -> None:
+    """Measure which credit is right: what calls were truly worth, and how far each algorithm is from it.
+
+    Plays the program on from recorded calls, again and again. The same command goes on with an audit that was stopped.
+    Ends with a table, audit.json and a page.
+
+    \b
+    Keys:
+      algo=A,B               rows; A.KEY= is a setting of one of them: grpo.algo.group_size=8
+      policy=RUN_DIR         whose policy is audited; without it model=
+      examples=N             32; of the train split
+      decisions=N            4; audited calls for each example
+      continuations=N        16; of each of them, and half as many other replies in its place, twice each
+      batches=N              16; gradients of each row
+      budgets=1,4            calls behind a gradient, in units of the dearest row's batch
+      reference=N            64; rollouts of each example behind the gradient that they are compared with
+      truth=outcome|reward   reward: what the rows optimise, penalties and turn rewards included
+      out=FOLDER             default: one below outputs/audits, by the settings
+      any other key          as in `mmrl train`: task= model= seed= algo.group_size=8
+
+    \b
+    Examples:
+      mmrl audit algo=grpo,mmgrpo,mhgpo_fof,mhgpo_rr task=hotpotqa algo.group_size=4
+      mmrl audit algo=mhgpo_fof,mhgpo_rr policy=outputs/hotpotqa/mhgpo_rr/RUN
+      mmrl audit algo=grpo,mmgrpo task=dspy task.program=mine:Answerer task.metric=mine:metric examples=8
+    """
+    from mmrl.audit.settings import AuditKeys
+    from mmrl.cli import configs, overrides
+
+    line = overrides.read_line(context.args, command_keys=tuple(AuditKeys.model_fields), single="mmrl audit")
+    keys = line.section(AuditKeys)
+    from mmrl.commands.audit import audit as run_audit
+
+    run_audit(configs.audit_configs(line, keys.algo, keys.policy), keys, ["mmrl", "audit", *context.args])
+
+
 @app.command(**SETTINGS, options_metavar="RUN_DIR out=FOLDER [KEY=VALUE ...]")
 def export(context: typer.Context) -> None:
     """Write a run's weights for other libraries: tokenizer, chat template, DSPy prompts and a model card beside them.

@@ -6,6 +6,7 @@ words --read_line--> overrides --expand--> jobs --composed--> sections --inherit
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from mmrl.config import EvalRunConfig, RlRunConfig, StageConfig, Typed, stage_sc
 from mmrl.config.base import value_at
 from mmrl.config.validate import CHOICES
 from mmrl.errors import gathered, refuse
+from mmrl.sets.words import words_of_steps
 from mmrl.system.conf import options, row_keys
 from mmrl.system.files import plain
 
@@ -87,6 +89,24 @@ def set_config(command: Command, words: Sequence[str], config_dir: str | None) -
     if command == "eval":
         return eval_configs(replace(read_line(words, once=False), config_dir=config_dir))[0]
     return configured(words, config_dir)
+
+
+def audit_configs(line: CommandLine, algos: Sequence[str], policy: str | None) -> list[RlRunConfig]:
+    """Return the config of each row of `mmrl audit`: that of a training run by the algorithm, from a run's policy.
+
+    Raises:
+        ConfigError: every problem of all rows, each once; an algorithm that gives no credit.
+    """
+    problems: list[str] = []
+    rows: list[StageConfig] = []
+    start = [] if policy is None else [f"from={policy}"]
+    for words in words_of_steps(line.words, algos, line.config_dir).values():
+        with gathered(problems):
+            rows.append(configured([*words, *start], line.config_dir))
+    problems = [re.sub("^from(?=: )", "policy", problem) for problem in problems]
+    problems += [f"algo: {row.algo.name} gives calls no credit" for row in rows if not isinstance(row, RlRunConfig)]
+    refuse(dict.fromkeys(problems))
+    return cast("list[RlRunConfig]", rows)
 
 
 def swept(line: CommandLine, job: Job) -> None:

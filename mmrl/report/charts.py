@@ -157,10 +157,10 @@ def _draw_bold(axes: Axes, curves: Mapping[str, tuple[np.ndarray, np.ndarray]], 
             zorder=3 - 0.01 * index,
         )
     if markers or len(curves) > 1:
-        _legend(axes)
+        legend(axes)
 
 
-def _legend(axes: Axes) -> None:
+def legend(axes: Axes) -> None:
     """Add a legend above the axes, where it covers no curve."""
     handles, labels = axes.get_legend_handles_labels()
     # As many to a row as fit: a letter takes about a hundredth of the width, and each entry a handle and a gap.

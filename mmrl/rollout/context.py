@@ -365,7 +365,9 @@ class RolloutContext(Context):
         )
         self.tape.begin()
         try:
-            return await engine.generate(request)
+            completion = await engine.generate(request)
+            self.env.generated += 1
+            return completion
         except (RolloutError, asyncio.CancelledError):
             raise
         except Exception as error:

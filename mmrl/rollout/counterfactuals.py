@@ -1,4 +1,4 @@
-"""Contexts that play a rollout again without the replies of one module (`plans.Exchange`; CCPO)."""
+"""Branches that play a rollout again without the replies of one module (`plans.Exchange`; CCPO)."""
 
 from __future__ import annotations
 
@@ -6,32 +6,30 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from mmrl.engines.base import Completion
+from mmrl.rollout.branches import Branch
 from mmrl.rollout.context import Generation, RolloutContext, Substitute
 from mmrl.rollout.environment import Teacher
 from mmrl.rollout.plans import Exchange
 from mmrl.system.objects import imported
-from mmrl.tasks.base import Program
 
 
-def counterfactuals(exchange: Exchange, ctx: RolloutContext) -> Iterator[tuple[str, RolloutContext, Program | None]]:
-    """Yield, for each module that a finished rollout called, the context and program (None: the task's) of its replay.
+def counterfactuals(exchange: Exchange, ctx: RolloutContext) -> Iterator[tuple[str, Branch]]:
+    """Yield, for each module that a finished rollout called, how it is played again.
 
-    The context replays the rollout up to the module's first call, whose reply is the first to be exchanged; another
-    program plays from the start.
+    The tape ends before the module's first call, whose reply is the first to be exchanged; another program plays from
+    the start.
     """
     for module in exchange.modules:
         events = ctx.events
         first = next((index for index, event in enumerate(events) if event.call and event.call.module == module), None)
         if first is None:
             continue  # the program did without it
-        path = f"{ctx.path}~{module}"
+        branch = Branch(example=ctx.example, path=f"{ctx.path}~{module}")
         if exchange.program is not None:
-            yield module, RolloutContext(ctx.env, ctx.example, path), imported("algo.program", exchange.program)
+            yield module, replace(branch, program=imported("algo.program", exchange.program))
             continue
         substitute = _text(exchange.reply) if exchange.teacher is None else _model(ctx.env.teachers[exchange.teacher])
-        # Copies: what the second play is scored with must not become turn rewards of the first.
-        tape = [replace(event) for event in events[:first]]
-        yield module, RolloutContext(ctx.env, ctx.example, path, tape, substitutes={module: substitute}), None
+        yield module, replace(branch, tape=events[:first], substitutes={module: substitute})
 
 
 def _text(text: str) -> Substitute:

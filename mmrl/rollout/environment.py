@@ -129,6 +129,8 @@ class Environment:
     """Time of each tool that was used."""
     scoring: Stopwatch = field(default_factory=Stopwatch)
     """The task's reward of finished rollouts."""
+    generated: int = 0
+    """Completions that engines made, of dropped rollouts, second plays and replies that do not parse too."""
 
     @property
     def attempts(self) -> int:

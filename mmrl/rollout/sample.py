@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from contextvars import Context, copy_context
@@ -24,6 +25,7 @@ from mmrl.errors import (
     Stopped,
 )
 from mmrl.records import EMPTY, Call, Example, Forest, Rollout, caught
+from mmrl.rollout.branches import Branch, Leaf, forest_of
 from mmrl.rollout.context import RolloutContext
 from mmrl.rollout.counterfactuals import counterfactuals
 from mmrl.rollout.environment import Environment
@@ -40,18 +42,36 @@ class _Tree:
     """Tree being sampled: collects the results of its branches."""
 
     env: Environment
-    example: Example
-    index: int
-    """Among the trees of its example."""
-    plan: Tree
+    root: Branch
     reward_set: str
-    rollouts: list[tuple[tuple[int, ...], Rollout, list[Call]]] = field(default_factory=list)
-    tapes: list[list[Event]] = field(default_factory=list)
-    """Requests of the rollouts, in the order of `rollouts`; kept where the tree grows."""
+    keeps_tapes: bool
+    rollouts: list[Leaf] = field(default_factory=list)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     context: Context = field(default_factory=copy_context)
 
-    def start(self, path: tuple[int, ...], replayed: Sequence[Event], forks: Sequence[Fork]) -> None:
+    @property
+    def example(self) -> Example:
+        """What is played."""
+        return self.root.example
+
+    @property
+    def plan(self) -> Tree:
+        """Its forks, and what comes after them."""
+        return self.root.plan
+
+    def begin(self) -> None:
+        """Begin its root, and the branches of forks that are on the tape."""
+        tape = self.root.copied_tape()
+        name: list[str | int] = [self.root.path]
+        remaining = list(self.plan.forks)
+        made: Counter[str] = Counter()
+        for position, event in enumerate(tape):
+            if event.kind == "call":
+                self._fork(name, remaining, tape[:position], event.name, made[event.name])
+                made[event.name] += event.call is not None
+        self.start(tuple(name), tape, tuple(remaining))
+
+    def start(self, path: tuple[str | int, ...], replayed: Sequence[Event], forks: Sequence[Fork]) -> None:
         """Begin one branch; it counts as live at once, so that no deterministic batch starts without it."""
         # Before the task runs: a deterministic engine waits until all that entered have a request in it.
         self.engine.enter()
@@ -71,25 +91,35 @@ class _Tree:
         teacher = self.plan.teacher
         return self.env.engine if teacher is None else self.env.teachers[teacher].environment.engine
 
-    async def _branch(self, path: tuple[int, ...], replayed: Sequence[Event], forks: Sequence[Fork]) -> None:
+    def _fork(
+        self, name: list[str | int], remaining: list[Fork], tape: Sequence[Event], module: str, invocation: int
+    ) -> None:
+        """Begin the other branches of forks at a call, which the branch `name` is about to make.
+
+        Args:
+            name: its path, which the forks extend.
+            remaining: its forks, from which those at this call are taken.
+            tape: its requests so far.
+        """
+        for planned in [f for f in remaining if f.module is None or (f.module, f.invocation) == (module, invocation)]:
+            remaining.remove(planned)
+            for branch in range(1, planned.width):
+                self.start((*name, branch), tape, tuple(remaining))
+            name.append(0)
+
+    async def _branch(self, path: tuple[str | int, ...], replayed: Sequence[Event], forks: Sequence[Fork]) -> None:
         remaining = list(forks)
         name = list(path)
 
         def fork(ctx: RolloutContext, module: str) -> None:
-            call = (module, ctx.tape.invocation(module))
-            for planned in [f for f in remaining if f.module is None or (f.module, f.invocation) == call]:
-                remaining.remove(planned)
-                # A copy: the parent goes on and records its own events after the fork.
-                tape = tuple(ctx.events)
-                for branch in range(1, planned.width):
-                    self.start((*name, branch), tape, tuple(remaining))
-                name.append(0)
-                ctx.path = _name(name)
+            # A copy: the parent goes on and records its own events after the fork.
+            self._fork(name, remaining, tuple(ctx.events), module, ctx.tape.invocation(module))
+            ctx.path = _name(name)
 
-        ctx = RolloutContext(self.env, self.example, _name(name), replayed, fork)
+        ctx = RolloutContext(self.env, self.example, _name(name), replayed, fork, self.root.substitutes)
         if self.plan.teacher is not None:
             ctx = await self._teacher_forced(self.plan.teacher, _name(name))
-        rollout = await self._execute(ctx)
+        rollout = await self._execute(ctx, self.root.program)
         # A parse failure that the program caught gets its penalty now: that it was caught is known at the end.
         ids = {call.id for call in caught(rollout, ctx.calls)}
         for event in ctx.events:
@@ -98,16 +128,16 @@ class _Tree:
         if self.plan.exchange is not None and rollout.reward is not None:
             outcomes, calls = await self._without_modules(self.plan.exchange, ctx)
             rollout = replace(rollout, counterfactuals=outcomes, counterfactual_calls=calls)
-        self.rollouts.append((tuple(name), rollout, ctx.calls))
-        if self.plan.growth is not None:
-            self.tapes.append(ctx.events)
+        kept = ctx.events if self.keeps_tapes or self.plan.growth is not None else []
+        self.rollouts.append(Leaf(tuple(name), rollout, ctx.calls, kept))
 
     async def _without_modules(self, exchange: Exchange, ctx: RolloutContext) -> tuple[dict[str, float], int]:
         """Play the rollout without each module; returns outcomes, but where outside causes failed it, and calls."""
         outcomes, calls = {}, 0
-        for module, replay, program in counterfactuals(exchange, ctx):
-            rollout = await self._execute(replay, program)
-            calls += sum(call.id.startswith(f"{self.example.id}/{replay.path}#") for call in replay.calls)
+        for module, branch in counterfactuals(exchange, ctx):
+            replay = branch.context(self.env)
+            rollout = await self._execute(replay, branch.program)
+            calls += sum(call.id.startswith(f"{self.example.id}/{branch.path}#") for call in replay.calls)
             if rollout.reward is not None:
                 outcomes[module] = rollout.reward
         return outcomes, calls
@@ -118,26 +148,26 @@ class _Tree:
         if growth is None or number > growth.rounds:
             return
         # Prefix of the tape behind each node: empty at the root; at a call, all requests up to the call after it.
-        prefixes: dict[str | None, list[Event]] = {}
-        for _, tape in sorted(zip(self.rollouts, self.tapes, strict=True), key=lambda branch: branch[0][0]):
+        prefixes: dict[str | None, Sequence[Event]] = {}
+        for leaf in sorted(self.rollouts, key=lambda leaf: leaf.path):
             parent = None
-            for position, event in enumerate(tape):
+            for position, event in enumerate(leaf.events):
                 if event.call is not None:
-                    prefixes.setdefault(parent, tape[:position])
+                    prefixes.setdefault(parent, leaf.events[:position])
                     parent = event.call.id
         # Nodes have a call after them, so none is a leaf; a rollout that failed before its first call has no node.
         nodes, count = list(prefixes.values()), len(self.rollouts)
-        draws = rng.stream(*growth.key, "growth", self.index, number)
+        draws = rng.stream(*growth.key, "growth", int(self.root.path), number)
         for branch in range(growth.nodes if nodes else 0):
-            self.start((self.index, count + branch), draws.choice(nodes), ())
+            self.start((self.root.path, count + branch), draws.choice(nodes), ())
 
-    def leaves(self) -> list[tuple[tuple[int, ...], Rollout, list[Call]]]:
+    def leaves(self) -> list[Leaf]:
         """Return the rollouts ordered by path, not by completion, so that the forest does not depend on timing."""
-        leaves, growth = sorted(self.rollouts, key=lambda item: item[0]), self.plan.growth
+        leaves, growth = sorted(self.rollouts, key=lambda leaf: leaf.path), self.plan.growth
         if growth is None:
             return leaves
-        selected = rng.stream(*growth.key, "kept", self.index).sample(leaves, min(growth.keep, len(leaves)))
-        return sorted(selected, key=lambda item: item[0])
+        selected = rng.stream(*growth.key, "kept", int(self.root.path)).sample(leaves, min(growth.keep, len(leaves)))
+        return sorted(selected, key=lambda leaf: leaf.path)
 
     async def _teacher_forced(self, name: str, path: str) -> RolloutContext:
         """Run a teacher's program live; the context that forces its outputs on the student's program."""
@@ -264,14 +294,13 @@ async def _limited(limit: float, engine: Engine) -> AsyncIterator[None]:
             watch.cancel()
 
 
-@on_rollout_loop
 async def sample(
     env: Environment,
     plans: Sequence[tuple[Example, Sequence[Tree]]],
     reward_set: str,
     step: int = 0,
 ) -> Forest:
-    """Run every tree of every example concurrently and gather the forest; all of it on the loop of rollouts.
+    """Run every tree of every example concurrently and gather the forest.
 
     Args:
         plans: each example with the trees to sample for it.
@@ -280,15 +309,32 @@ async def sample(
     Returns:
         A forest whose calls and rollouts are ordered by (example, tree, branch), whatever order they finished in.
     """
+    roots = [
+        Branch(example=example, path=str(index), plan=plan)
+        for example, planned in plans
+        for index, plan in enumerate(planned)
+    ]
+    trees = await play(env, roots, reward_set)
+    return forest_of([leaf for leaves in trees for leaf in leaves], env.task.program.modules, step)
+
+
+@on_rollout_loop
+async def play(
+    env: Environment, roots: Sequence[Branch], reward_set: str, *, keeps_tapes: bool = False
+) -> list[list[Leaf]]:
+    """Run every tree concurrently, all of it on the loop of rollouts.
+
+    Args:
+        keeps_tapes: the rollouts are to be gone on from.
+
+    Returns:
+        The rollouts of each root, in the order of their paths.
+    """
     program = env.task.program
     with program.guarded() if isinstance(program, Guarded) else nullcontext():
-        trees = [
-            _Tree(env, example, index, plan, reward_set)
-            for example, planned in plans
-            for index, plan in enumerate(planned)
-        ]
+        trees = [_Tree(env, root, reward_set, keeps_tapes) for root in roots]
         for tree in trees:
-            tree.start((tree.index,), (), tree.plan.forks)
+            tree.begin()
         try:
             for number in range(1 + max((tree.plan.growth.rounds for tree in trees if tree.plan.growth), default=0)):
                 # All trees grow at once, after the slowest rollout: what is sampled together must not depend on time.
@@ -306,18 +352,12 @@ async def sample(
             for task in pending:
                 task.cancel()
             await asyncio.gather(*pending, return_exceptions=True)
-            for example, _ in plans:
-                env.engine.end_session(example.id)
+            for example in dict.fromkeys(root.example.id for root in roots):
+                env.engine.end_session(example)
             # The loop goes on: what an engine still does on it must not meet the trainer.
             for tree in trees:
                 await tree.engine.rest()
-    leaves = [leaf for tree in trees for leaf in tree.leaves()]
-    calls: dict[str, Call] = {}
-    for _, _, path in leaves:
-        for call in path:
-            calls.setdefault(call.id, call)
-    rollouts = tuple(rollout for _, rollout, _ in leaves)
-    return Forest(calls=calls, rollouts=rollouts, modules=tuple(program.modules), step=step)
+    return [tree.leaves() for tree in trees]
 
 
 def reserialised(forest: Forest, program: Canonical, encode: Callable[[str], Sequence[int]], end: int) -> Forest:
@@ -388,7 +428,7 @@ def _of_model(ctx: RolloutContext) -> tuple[type[RolloutError], str] | None:
     return (LengthFailure, "after a prompt that is too long") if ctx.too_long else None
 
 
-def _name(path: Sequence[int]) -> str:
+def _name(path: Sequence[str | int]) -> str:
     return ".".join(str(part) for part in path)
 
 

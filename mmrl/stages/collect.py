@@ -179,10 +179,10 @@ class RolloutSampler(Stage[RlRunConfig]):
             if following not in self.prefetch.steps:
                 batch = self._examples(following)
                 self.prefetch.start(following, partial(self._roll_out, batch, following, self.engine.policy_version))
-        return self._complete(rollouts, examples, step, [])
+        return self.complete(rollouts, examples, step, [])
 
     def _sample(self, examples: Sequence[Example], step: int, earlier: list[Rollout]) -> Forest:
-        return self._complete(asyncio.run(self._roll_out(examples, step, None)), examples, step, earlier)
+        return self.complete(asyncio.run(self._roll_out(examples, step, None)), examples, step, earlier)
 
     def planned(self, examples: Sequence[Example], key: rng.Key) -> tuple[Environment, list[Plan]]:
         """Return this process's share of the examples with the trees to sample for each, and their environment.
@@ -214,7 +214,7 @@ class RolloutSampler(Stage[RlRunConfig]):
         }
         return forest, seconds
 
-    def _complete(self, rollouts: Rollouts, examples: Sequence[Example], step: int, earlier: list[Rollout]) -> Forest:
+    def complete(self, rollouts: Rollouts, examples: Sequence[Example], step: int, earlier: list[Rollout]) -> Forest:
         """Return the rollouts of all processes together, with the numbers of models that credit needs.
 
         Args:

@@ -11,15 +11,15 @@ EVERY_S = 10.0
 
 
 @contextmanager
-def progress(title: str, total: int | None = None) -> Iterator[Callable[[int], object]]:
+def progress(title: str, total: int | None = None, unit: str = "passages") -> Iterator[Callable[[int], object]]:
     """Show on stderr how far the work inside has come; yields what is called after each further piece of it.
 
     Args:
         title: name of the work: `encoding`.
-        total: passages; None: not known.
+        total: of `unit`; None: not known.
     """
     from tqdm import tqdm
 
     every = 0.1 if sys.stderr.isatty() else EVERY_S
-    with tqdm(desc=title, total=total, unit=" passages", mininterval=every, delay=every, leave=False) as bar:
+    with tqdm(desc=title, total=total, unit=f" {unit}", mininterval=every, delay=every, leave=False) as bar:
         yield bar.update

@@ -57,6 +57,8 @@ class Forwards:
         self.tries, self.budget, self.max_tokens = tries, budget, max_tokens
         self.ref_model: torch.nn.Module | None = None
         """Frozen copy of the initial policy; without one, disabled adapters are the reference."""
+        self.scored = 0
+        """Tokens forwarded for `policy_logprobs` and `values`."""
 
     @property
     def accelerator(self) -> Accelerator:
@@ -97,6 +99,7 @@ class Forwards:
         results: dict[int, tuple[float, ...]] = {}
         for pack in [*packs, *self._in_step(len(packs))]:
             numbers = forward(pack.to(self.device)).tolist()
+            self.scored += pack.forwarded
             for train in pack.calls:
                 count = len(train.call.completion_ids)
                 # By identity: whoever compares two forests may hand in two calls of one id.

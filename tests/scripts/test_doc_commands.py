@@ -103,7 +103,7 @@ WORK = (
     *("run.evaluate", "run.session.resume", "run.eval.resume_evaluation", "run.check.check_all"),
     *("commands.doctor.doctor", "commands.model_doctor.examine_model", "commands.plan.planned"),
     *("commands.credit.credit_command", "commands.export.export", "commands.serve.serve_policy"),
-    *("commands.index.build", "commands.index.serve"),
+    *("commands.index.build", "commands.index.serve", "commands.audit.audit"),
     *("report.console.show_run", "report.html.report_run", "sets.sweep.sweep", "sets.command._run"),
 )
 """What commands hand their checked configs and arguments to."""
