@@ -27,7 +27,9 @@ from mmrl.trainer.totals import finite
 HELD_OUT, ROUND = 8, 8
 """Base batches that say when a critic is fitted, and those of a round, on which it is fitted once."""
 RISE, PATIENCE, ROUNDS = 0.01, 3, 40
-"""Rounds end when what the critic explains has not risen by `RISE` in `PATIENCE` of them, or after `ROUNDS`."""
+"""Rounds at a rate end when what is explained has not risen by `RISE` in `PATIENCE` of them, all at `ROUNDS`."""
+RATES = (1.0, 0.1)
+"""Shares of the row's learning rate, each from the best round on: values swing at a rate that learns fast."""
 
 
 def fit(row: RlStage, batch: Callable[[int], Forest], folder: Path) -> list[float]:
@@ -51,29 +53,32 @@ def fit(row: RlStage, batch: Callable[[int], Forest], folder: Path) -> list[floa
     kind, settings = trainer.get_optimizer_cls_and_kwargs(trainer.args)
     optimizer = kind(critic.groups(train.weight_decay), **settings)
     explained, steps, warm_up = [_explained(row, held_out)], 0, critic.config.critic_warmup_steps
-    best = {name: weight.clone() for name, weight in critic.state().items()}
-    while len(explained) <= ROUNDS and not (steps >= warm_up and _settled(explained)):
-        # All before the first step: old values, which `algo.value_clip` bounds the new ones by, are those of the round.
-        for forest in [batch(HELD_OUT + steps + number) for number in range(ROUND)]:
-            calls = train_calls(forest, row.credit(forest), dict.fromkeys(forest.examples, 0))
-            optimizer.zero_grad()
-            without_noise(forwards)
-            for pack in forwards.make_packs(calls, module_names([one.call for one in calls])):
-                pack.to(forwards.device)
-                forwards.use_adapter(pack)
-                critic.train_on(pack, None, trainer.accelerator, forwards.autocast())
-            forwards.policy.eval()
-            finite(critic.clip(train.grad_clip, trainer.accelerator), "gradient norm of the critic", steps + 1)
-            for group in optimizer.param_groups:
-                group["lr"] = critic.lr * critic.factor(steps)
-            optimizer.step()
-            steps += 1
-        explained.append(_explained(row, held_out))
-        if explained[-1] >= max(explained):
-            best = {name: weight.clone() for name, weight in critic.state().items()}
-    optimizer.zero_grad()
     folder.mkdir(parents=True, exist_ok=True)
-    atomic_write(folder / FILE, save(best))
+    atomic_write(folder / FILE, save(critic.state()))
+    for share in RATES:
+        critic.load(folder)
+        since = [max(explained)]
+        while len(explained) <= ROUNDS and not (steps >= warm_up and _settled(since)):
+            # All before the first step: old values, which `algo.value_clip` bounds new ones by, are those of the round.
+            for forest in [batch(HELD_OUT + steps + number) for number in range(ROUND)]:
+                calls = train_calls(forest, row.credit(forest), dict.fromkeys(forest.examples, 0))
+                optimizer.zero_grad()
+                without_noise(forwards)
+                for pack in forwards.make_packs(calls, module_names([one.call for one in calls])):
+                    pack.to(forwards.device)
+                    forwards.use_adapter(pack)
+                    critic.train_on(pack, None, trainer.accelerator, forwards.autocast())
+                forwards.policy.eval()
+                finite(critic.clip(train.grad_clip, trainer.accelerator), "gradient norm of the critic", steps + 1)
+                for group in optimizer.param_groups:
+                    group["lr"] = critic.lr * critic.factor(steps) * share
+                optimizer.step()
+                steps += 1
+            since.append(_explained(row, held_out))
+            explained.append(since[-1])
+            if since[-1] >= max(explained):
+                atomic_write(folder / FILE, save(critic.state()))
+    optimizer.zero_grad()
     return explained
 
 

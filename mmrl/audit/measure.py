@@ -91,8 +91,8 @@ class Measurement:
             name: len(plays.examples) * fmean(sum(planned_calls(tree, path) for tree in trees) for path in paths)
             for name, trees in ((n, self._plan(row, plays.examples[0].id, 0)) for n, row in self._groups().items())
         }
-        # When a critic is fitted is not known before: twice the fewest rounds.
-        of_critic = critic.HELD_OUT + 2 * critic.PATIENCE * critic.ROUND
+        # When a critic is fitted is not known before: half as many rounds again as the fewest.
+        of_critic = critic.HELD_OUT + 3 * critic.PATIENCE * critic.ROUND
         critics = round(sum(batches[name] for name in self.fitted) * of_critic)
         return {
             "truth": plays.calls_of_truth(places),

@@ -122,7 +122,7 @@ def test_a_perfect_critic_has_nothing_to_learn(tmp_path: Path) -> None:
         for history in TABLE.histories:
             trainer.critic.module.head.weight[0, words.index(word(history))] = mean_v(history)
     explained = fit(row_of(trainer), batches(trainer), tmp_path / "critic")
-    assert explained[0] == near(explainable(), abs=0.06) and len(explained) == 1 + critic.PATIENCE
+    assert explained[0] == near(explainable(), abs=0.06) and len(explained) == 1 + 2 * critic.PATIENCE
 
 
 @pytest.mark.parametrize("kind", ["separate", "adapter", "head"])
@@ -163,4 +163,4 @@ def test_a_level_that_is_wrong_counts_and_bootstrapping_does_not_flatter(tmp_pat
 def test_a_warm_up_is_waited_for(tmp_path: Path) -> None:
     trainer = with_critic(tmp_path, critic="head", critic_warmup_steps=48, lr=1e-9)
     explained = fit(row_of(trainer), batches(trainer), tmp_path / "critic")
-    assert len(explained) == 1 + 48 // critic.ROUND
+    assert len(explained) == 1 + 48 // critic.ROUND + critic.PATIENCE
