@@ -185,7 +185,7 @@ def expected_gradient(table: Table, calls_of, width: int) -> np.ndarray:
 
 
 def one_example(name: str) -> Table:
-    return Table(**{**vars(TABLES[name]), "examples": 1})
+    return replace(TABLES[name], examples=1)
 
 
 @pytest.mark.parametrize("width", [2, 3])
