@@ -2,9 +2,9 @@
 # The table of docs/audit.md: every credit on four programs, at the start and after 20 steps of grpo. Goes on where it was stopped.
 set -u
 M=${M:-mmrl}; OUT=${OUT:-outputs/audits/table}; X=${X:-}   # X: further keys for all, e.g. X="examples=8 continuations=8 batches=6 budgets=1,2"
-ROWS=grpo,mmgrpo,dr_mas,gigpo,ccpo,tree_grpo,mhgpo_fof,mhgpo_is,mhgpo_rr,mhgpo_fof_os,c3
-SIZES="algo.group_size=4 tree_grpo.algo.group_size=3 mmgrpo.algo.rollouts=4"
-TURNS=grpo,grpo_mr,mt_grpo,mt_grpo_variable,igpo,gigpo,dr_mas,tree_grpo,mmgrpo,c3
+ROWS=grpo,mmgrpo,dr_mas,gigpo,ccpo,tree_grpo,mhgpo_fof,mhgpo_is,mhgpo_rr,mhgpo_fof_os,c3,ppo,mappo
+SIZES="tree_grpo.algo.group_size=3 mmgrpo.algo.rollouts=4"; for a in grpo dr_mas gigpo ccpo mhgpo_fof mhgpo_is mhgpo_rr mhgpo_fof_os c3; do SIZES="$SIZES $a.algo.group_size=4"; done
+TURNS=grpo,grpo_mr,mt_grpo,mt_grpo_variable,igpo,gigpo,dr_mas,tree_grpo,mmgrpo,c3,ppo,mt_ppo
 TSIZES="mmgrpo.algo.rollouts=4"; for a in grpo grpo_mr mt_grpo mt_grpo_variable igpo gigpo dr_mas mmgrpo; do TSIZES="$TSIZES $a.algo.group_size=4"; done
 AGENT="task=agent model.path=tiny_agent task.agent=docs.agents.planner_worker:run task.metric=docs.agents.planner_worker:metric task.inputs=[question] task.modules=[planner,worker] task.data.train=docs.agents.planner_worker:TRAIN task.data.dev=docs.agents.planner_worker:DEV"
 one() { # name, rows, sizes, task words

@@ -51,7 +51,7 @@ def gradient(forwards: Forwards, calls: Sequence[TrainCall], kind: str = "clip")
     parameters = _trained(forwards)
     for parameter in parameters:
         parameter.grad = None
-    _prepare(forwards)
+    without_noise(forwards)
     for pack in forwards.make_packs(calls, module_names([train.call for train in calls])):
         pack.to(forwards.device)
         forwards.use_adapter(pack)
@@ -93,7 +93,7 @@ def _trained(forwards: Forwards) -> list[torch.nn.Parameter]:
     return [weight for weight in policy.parameters() if weight.requires_grad]
 
 
-def _prepare(forwards: Forwards) -> None:
+def without_noise(forwards: Forwards) -> None:
     """Switch noise off, and gradient checkpointing on where the config has it: models have it in training mode alone.
 
     transformers enables it when training starts, which an audit never does.

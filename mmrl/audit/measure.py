@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from itertools import groupby
@@ -16,6 +16,7 @@ import torch
 
 from mmrl import rng
 from mmrl.algorithms import ALGORITHMS
+from mmrl.audit import critic
 from mmrl.audit.budgets import joined, runs, scaled_alike
 from mmrl.audit.gradients import Reference, gradient, reference_calls
 from mmrl.audit.ledger import Ledger
@@ -39,6 +40,8 @@ class Measurement:
     plays: Plays
     rows: Mapping[str, RlStage]
     """Row -> the stage of its config; they share policy, engine and task."""
+    fitted: Collection[str] = ()
+    """Rows whose critic is fitted here, to the policy as it is."""
     ledger: Ledger
     folder: Path
     forests: dict[tuple[str, int], tuple[Forest, int, int]] = field(default_factory=dict)
@@ -84,19 +87,25 @@ class Measurement:
     def expected_calls(self, places: Sequence[Place]) -> dict[str, int]:
         """Estimate the calls of each part, by the recorded paths and the plans."""
         plays, paths = self.plays, [leaf.calls for leaf in self.plays.recorded.values()]
-        batches = [
-            len(plays.examples) * fmean(sum(planned_calls(tree, path) for tree in trees) for path in paths)
-            for trees in (self._plan(row, plays.examples[0].id, 0) for row in self._groups().values())
-        ]
+        batches = {
+            name: len(plays.examples) * fmean(sum(planned_calls(tree, path) for tree in trees) for path in paths)
+            for name, trees in ((n, self._plan(row, plays.examples[0].id, 0)) for n, row in self._groups().items())
+        }
+        # When a critic is fitted is not known before: half as many rounds again as the fewest.
+        of_critic = critic.HELD_OUT + 3 * critic.PATIENCE * critic.ROUND
+        critics = round(sum(batches[name] for name in self.fitted) * of_critic)
         return {
             "truth": plays.calls_of_truth(places),
-            "rows": round(max(batches) * plays.keys.batches * len(batches)),
+            **({"critics": critics} if critics else {}),
+            "rows": round(max(batches.values()) * plays.keys.batches * len(batches)),
             "reference": round(fmean(map(len, paths)) * len(plays.examples) * plays.keys.reference),
         }
 
     def measure(self, places: Sequence[Place]) -> None:
         """Measure everything that is not in the ledger yet."""
         self._truths(places)
+        for name in self.fitted:
+            self._fit(name)
         first = {name: [self._batch(name, number, places) for number in range(self.plays.paths)] for name in self.rows}
         sizes = {name: fmean(batch["calls"] for batch in batches) for name, batches in first.items()}
         unit = max(sizes.values())
@@ -110,6 +119,25 @@ class Measurement:
         order = {example.id: number for number, example in enumerate(self.plays.examples)}
         for chunk, members in groupby(places, lambda place: order[place.call.example] // CHUNK):
             self.ledger.piece(f"truth {chunk}", partial(self.plays.truths, list(members)))
+
+    def _fit(self, name: str) -> None:
+        """Fit the critic of a row, or take the one that was fitted before."""
+        row, folder = self.rows[name], self.folder / "critics" / name
+
+        def measured() -> object:
+            calls = list[int]()
+
+            def batch(number: int) -> Forest:
+                forest, generated = self.plays.critic_batch(row, number)
+                calls.append(generated)
+                return forest
+
+            return {"explained": critic.fit(row, batch, folder), "calls": sum(calls)}
+
+        self.ledger.piece(f"critic {name}", measured)
+        assert row.trainer.critic is not None
+        # From the file also where it was just written: the best round is not the last.
+        row.trainer.critic.load(folder)
 
     def _reference(self) -> None:
         reference, frozen = self.reference, self.plays.stage.assignment.untrained

@@ -150,6 +150,20 @@ class Plays:
         """
         env, plans = row.planned(self.examples, (self.seed, f"audit-{number}"))
         roots = [root for example, trees in plans for root in self._planted(example, trees, number)]
+        return self._batch(row, env, roots, number)
+
+    def critic_batch(self, row: RlStage, number: int) -> tuple[Forest, int]:
+        """Play batch `number` of those that a row's critic is fitted on, without recorded paths: forest and calls."""
+        env, plans = row.planned(self.examples, (self.seed, f"audit-critic-{number}"))
+        roots = [
+            Branch(example=example, path=str(index), plan=tree)
+            for example, trees in plans
+            for index, tree in enumerate(trees)
+        ]
+        forest, calls, _ = self._batch(row, env, roots, number)
+        return forest, calls
+
+    def _batch(self, row: RlStage, env: Environment, roots: Sequence[Branch], number: int) -> tuple[Forest, int, int]:
         trees = asyncio.run(play(env, roots, row.reward_set))
         generated = self._counted(env) + sum(call.attempts for root in roots for call in _recorded_calls(root))
         forest = forest_of([leaf for leaves in trees for leaf in leaves], row.task.program.modules, number + 1)

@@ -128,6 +128,7 @@ def _row(
     of_module = {module: [one for one in judged if one.module == module] for module in modules}
     by_budget = {budget: alignment(_projections(pieces, name, budget), gram, unit) for budget in keys.budgets}
     credits = [one.credited.credit for one in judged]
+    fitted = pieces.get(f"critic {name}")
     explained = [batch["explained"] for batch in batches if batch["explained"] is not None]
     return {
         "fidelity": {
@@ -143,6 +144,7 @@ def _row(
         "calls": pieces["unit"]["batches"][name],
         "scored": fmean(batch["scored"] for batch in batches),
         "explained_variance": fmean(explained) if explained else None,
+        "critic": fitted and {"calls": fitted["calls"], "explained_variance": max(fitted["explained"])},
     }
 
 

@@ -37,7 +37,7 @@ def rows_of(result: JsonObject) -> list[list[str]]:
                 share(row["not_credited"]),
                 *(estimate(aligned[str(budget)]["cosine"]) for budget in settings["budgets"]),
                 estimate(aligned[str(settings["budgets"][0])]["length"]),
-                f"{row['calls']:,.0f}",
+                f"{row['calls']:,.0f}" + (f" + {row['critic']['calls']:,}" if row["critic"] else ""),
                 f"{row['scored']:,.0f}",
             ]
         )
@@ -81,6 +81,11 @@ def notes(result: JsonObject) -> list[str]:
     for name, row in result["rows"].items():
         if (explained := row["explained_variance"]) is not None:
             found.append(f"{name}: its critic explains {share(explained)} of the variance of the returns")
+        if (fitted := row["critic"]) is not None:
+            found.append(
+                f"{name}: its critic was fitted here, on {fitted['calls']:,} calls, until it explained "
+                f"{share(fitted['explained_variance'])} of what was held out"
+            )
     if result["dropped"]:
         found.append(f"{result['dropped']} decisions were dropped: what follows them failed from outside causes")
     return found

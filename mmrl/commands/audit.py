@@ -6,7 +6,7 @@ import math
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,6 +42,10 @@ SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "parse_retries": 0}
 AT_RATIO_ONE = ("epochs", "minibatches", "clip", "clip_high", "beta", "ratio_one")
 """Keys of `algo` about updates, of which an audit makes none."""
 TRAIN_KEYS = ("microbatch_tokens", "packing", "max_failed_share")
+OF_FIT = ("critic_lr_factor", "critic_warmup_steps", "value_clip", "critic_init")
+"""Keys of `algo` about a critic's training."""
+FIT_KEYS = ("lr", "grad_clip", "adam_beta1", "adam_beta2", "weight_decay")
+"""Keys of `train` that a critic is fitted by."""
 
 
 def audit(rows: Sequence[RlRunConfig], keys: AuditKeys, command: Sequence[str]) -> Path:
@@ -106,10 +110,11 @@ def problems(rows: Sequence[RlRunConfig], keys: AuditKeys) -> list[str]:
             for section in ("task", "model", "engine", "hardware", "seed", "plugins")
             if _shared(row, section) != _shared(rows[0], section)
         ]
-        if isinstance(algo, CriticConfig) and _trained_by(keys.policy) != name:
+        fits = _fits(row, keys.policy)
+        if fits and isinstance(algo, CriticConfig) and not (row.train.lr and algo.critic_lr_factor):
             found.append(
-                f"algo: {name} needs a critic of this policy, which mmrl audit does not fit; expected policy=RUN of a "
-                f"run with algo={name}, or rows without a critic"
+                f"algo.critic_lr_factor: got {algo.critic_lr_factor} with train.lr={row.train.lr}, and mmrl audit fits "
+                f"a critic of this policy for {name}; expected both above 0, or policy=RUN of a run with algo={name}"
             )
         if separate_teachers(algo):
             found.append(f"algo.teachers: mmrl audit plays the policy alone; leave {name}, or its teachers, out")
@@ -117,8 +122,10 @@ def problems(rows: Sequence[RlRunConfig], keys: AuditKeys) -> list[str]:
             found.append(f"truth: got reward, and the reward of {name} is made of second plays; expected outcome")
         for key in row.typed.keys:
             section, _, rest = key.partition(".")
-            idle = (section in ("eval", "run")) or (section == "train" and rest not in TRAIN_KEYS)
-            if idle or (section == "algo" and rest in AT_RATIO_ONE):
+            idle = section in ("eval", "run") or (
+                section == "train" and rest not in TRAIN_KEYS and not (fits and rest in FIT_KEYS)
+            )
+            if idle or (section == "algo" and (rest in AT_RATIO_ONE or (rest in OF_FIT and not fits))):
                 found.append(f"{key}: has no effect on mmrl audit, which updates and evaluates nothing")
     for key, value in SAMPLING.items():
         values = {row.algo.name: getattr(row.algo, key) for row in map(_as_audited, rows)}
@@ -135,9 +142,11 @@ def _shared(row: RlRunConfig, section: str) -> object:
     return row.task.model_copy(update={"reward": None}) if section == "task" else getattr(row, section)
 
 
-def _trained_by(policy: str | None) -> object:
-    """Return the algorithm of a run; None where there is none."""
-    return None if policy is None else value_at(run_config(policy), "algo.name")
+def _fits(row: RlRunConfig, policy: str | None) -> bool:
+    """Return True for a row whose critic is fitted here: it has one, and it did not train the policy."""
+    if not isinstance(row.algo, CriticConfig):
+        return False
+    return policy is None or value_at(run_config(policy), "algo.name") != row.algo.name
 
 
 def _of_task(rows: Sequence[RlRunConfig], keys: AuditKeys, task: Task) -> list[str]:
@@ -224,13 +233,14 @@ def _measure(rows: Mapping[str, RlRunConfig], keys: AuditKeys, task: Task, ledge
     from mmrl.stages.collect import batch_of
 
     config = next(iter(rows.values()))
-    with _stages(rows, task, keys.policy) as stages:
+    fitted = [name for name, row in rows.items() if _fits(row, keys.policy)]
+    with _stages(rows, task, keys.policy, fitted) as stages:
         stage = next(iter(stages.values()))
         named = reward_set(task, config.task.reward, config.algo.name if keys.truth == "reward" else "")
         value = (_optimised(config) if keys.truth == "reward" else Optimised()).of
         examples = batch_of(stage.examples, keys.examples, 1, config.seed)
         plays = Plays(keys=keys, stage=stage, examples=examples, reward_set=named, value=value)
-        work = Measurement(plays=plays, rows=stages, ledger=ledger, folder=out)
+        work = Measurement(plays=plays, rows=stages, fitted=fitted, ledger=ledger, folder=out)
         places = work.record()
         expected = work.expected_calls(places)
         total = sum(expected.values())
@@ -242,7 +252,9 @@ def _measure(rows: Mapping[str, RlRunConfig], keys: AuditKeys, task: Task, ledge
 
 
 @contextmanager
-def _stages(rows: Mapping[str, RlRunConfig], task: Task, policy: str | None) -> Iterator[dict[str, RlStage]]:
+def _stages(
+    rows: Mapping[str, RlRunConfig], task: Task, policy: str | None, fitted: Collection[str]
+) -> Iterator[dict[str, RlStage]]:
     """Build the policy, and a stage of each row around it; a row with a critic has a trainer of its own."""
     from mmrl.report.progress import Progress
     from mmrl.report.trackers import Trackers
@@ -266,8 +278,8 @@ def _stages(rows: Mapping[str, RlRunConfig], task: Task, policy: str | None) -> 
             stage = build(row, task, log)
             stack.callback(stage.close)
             stage.sync(0)
-            if stage.trainer.critic is not None:
-                assert policy is not None  # or it is refused
+            if stage.trainer.critic is not None and row.algo.name not in fitted:
+                assert policy is not None  # or it is fitted
                 stage.trainer.critic.load(_checkpoint(policy))
             return stage
 
@@ -308,5 +320,8 @@ def _told(rows: Mapping[str, RlRunConfig], keys: AuditKeys) -> JsonObject:
 def _settings(rows: Mapping[str, RlRunConfig], keys: AuditKeys) -> JsonObject:
     """Return all that the numbers depend on."""
     configs = {name: row.model_dump(mode="json", exclude={"run", "eval", "train"}) for name, row in rows.items()}
+    for name, row in rows.items():
+        if _fits(row, keys.policy):
+            configs[name]["train"] = row.train.model_dump(mode="json", include=set(FIT_KEYS))
     settings: JsonObject = plain({"keys": keys.model_dump(mode="json", exclude={"out"}), "rows": configs})
     return settings

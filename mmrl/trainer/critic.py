@@ -173,9 +173,9 @@ class Critic:
             policy.set_adapter(before)
 
     def train_on(
-        self, pack: Pack, hidden: torch.Tensor, accelerator: Accelerator, autocast: AbstractContextManager[None]
+        self, pack: Pack, hidden: torch.Tensor | None, accelerator: Accelerator, autocast: AbstractContextManager[None]
     ) -> None:
-        """Forward and backward of the value loss of one pack."""
+        """Forward and backward of the value loss of one pack; `hidden` as in `values`."""
         index = pack.entry_index  # (E,) into the pack's N
         self.module.train()
         # Backward inside `active` too: gradient checkpointing forwards again, and must do so with the same adapter.

@@ -11,6 +11,7 @@ import pytest
 
 import mmrl.audit.ledger as ledger
 import mmrl.system.files as files
+from mmrl.audit import critic
 from mmrl.cli import main
 from tests.helpers.tabular import TABLES
 from tests.helpers.tabular_model import saved
@@ -111,6 +112,57 @@ def test_a_killed_audit_goes_on_to_the_same_bytes(
     assert (out / "audit.json").read_bytes() == (words[0] / "whole/audit.json").read_bytes()
 
 
+CRITICS = (
+    "algo=grpo,ppo,mappo",
+    "grpo.algo.group_size=4",
+    "ppo.train.lr=0.002",
+    "mappo.algo.critic=head",
+    "mappo.train.lr=0.01",
+    *SMALL[:-1],
+)
+
+
+def test_critics_are_fitted_once_and_an_audit_that_was_killed_takes_them(
+    words: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Killed as it notes the first critic, whose file is there; and where both are noted."""
+    monkeypatch.setattr(critic, "ROUNDS", 6)
+    assert main([*words[1], *CRITICS, "out=critics"]) == 0
+    printed, append = capsys.readouterr().out, files.append_jsonl
+    found = json.loads((words[0] / "critics/audit.json").read_text())["rows"]
+    lines = map(json.loads, (words[0] / "critics/work.jsonl").read_text().splitlines())
+    pieces = {line["piece"]: line["numbers"] for line in lines}
+    assert found["grpo"]["critic"] is None
+    for name in ("ppo", "mappo"):
+        fitted = found[name]["critic"]
+        # 4 examples, one rollout of two calls each.
+        batches, rest = divmod(fitted["calls"], 8)
+        assert rest == 0 and critic.HELD_OUT + 3 * critic.ROUND <= batches <= critic.HELD_OUT + 6 * critic.ROUND
+        first, *later = pieces[f"critic {name}"]["explained"]
+        assert first < fitted["explained_variance"] == max(later) < 1
+        assert found[name]["calls"] == 8 and found[name]["not_credited"] == 0
+        assert found[name]["explained_variance"] is not None
+        assert f"8 + {fitted['calls']}" in printed and f"{name}: its critic was fitted here" in printed
+    for piece in ("critic ppo", "unit"):
+        out = words[0] / f"critics-{piece.replace(' ', '-')}"
+
+        def killed(path: Path, records: Any, at: str = piece) -> bytes:
+            if records[0]["piece"] == at:
+                raise KeyboardInterrupt
+            return append(path, records)
+
+        monkeypatch.setattr(ledger, "append_jsonl", killed)
+        assert main([*words[1], *CRITICS, f"out={out}"]) == 130
+        monkeypatch.setattr(ledger, "append_jsonl", append)
+        if piece == "unit":
+            monkeypatch.setattr(critic, "fit", None)  # never again
+        assert main([*words[1], *CRITICS, f"out={out}"]) == 0
+        assert (out / "audit.json").read_bytes() == (words[0] / "critics/audit.json").read_bytes()
+    capsys.readouterr()
+    assert main([*words[1], *CRITICS, "ppo.train.weight_decay=0.1", "out=critics"]) == 2
+    assert "out: critics has an audit with other settings" in capsys.readouterr().err
+
+
 def test_a_folder_of_other_settings_or_other_paths_is_refused(
     result: dict[str, Any], words: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,7 +191,10 @@ REFUSED = [
     ("algo=grpo budgets=2,3", "budgets: got 2,3, expected each to be a multiple of the one before"),
     ("algo=grpo reference=40", "reference: got 40, expected a multiple of 16, at least 32"),
     ("algo=grpo examples=5", "examples: got 5, the train split has 4"),
-    ("algo=grpo,ppo", "algo: ppo needs a critic of this policy"),
+    ("algo=grpo,ppo ppo.algo.critic_lr_factor=0", "algo.critic_lr_factor: got 0.0 with train.lr=", "for ppo"),
+    ("algo=grpo,ppo train.lr=1e-3", "train.lr: has no effect"),
+    ("algo=ppo ppo.train.steps=3", "train.steps: has no effect"),
+    ("algo=ppo algo.minibatches=1", "algo.minibatches: has no effect"),
     ("algo=grpo train.lr=1", "train.lr: has no effect on mmrl audit"),
     ("algo=grpo eval.items=2 algo.beta=0.1", "eval.items: has no effect", "algo.beta: has no effect"),
     ("algo=grpo,dr_mas grpo.algo.temperature=0.5", "algo.temperature: got 0.5 (grpo), 1.0 (dr_mas)"),

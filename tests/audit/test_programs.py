@@ -53,10 +53,22 @@ def test_a_critic_is_that_of_the_audited_run(tmp_path: Path, capsys: pytest.Capt
     result = audited(tmp_path, "algo=mappo,grpo", f"policy={run}", "grpo.algo.group_size=2")
     assert result["rows"]["mappo"]["scored"] > 0 and result["rows"]["mappo"]["explained_variance"] is not None
     assert result["rows"]["mappo"]["not_credited"] == 0
+    assert result["rows"]["mappo"]["critic"] is None
     capsys.readouterr()
-    # A critic of another algorithm's run is none of this row's.
-    assert main(["audit", "algo=ppo", f"policy={run}", *LEAST, *MACHINE]) == 2
-    assert "algo: ppo needs a critic of this policy" in capsys.readouterr().err
+    assert main(["audit", "algo=mappo", f"policy={run}", "algo.value_clip=1", *LEAST, *MACHINE]) == 2
+    assert "algo.value_clip: has no effect" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_critic_of_another_algorithms_run_is_none_of_this_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mmrl.audit.critic.ROUNDS", 1)
+    run = tmp_path / "run"
+    train = ["train", "algo=grpo", "algo.group_size=2", "task=search_agent", "train.steps=1", "train.batch_size=2"]
+    assert main([*train, "eval.items=2", *MACHINE, f"run.dir={run}"]) == 0
+    rows = audited(tmp_path, "algo=mt_ppo,grpo", f"policy={run}", "grpo.algo.group_size=2")["rows"]
+    assert rows["mt_ppo"]["critic"]["calls"] > 0 and rows["grpo"]["critic"] is None
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
 
 from mmrl.config.engines import TransformersConfig
 from mmrl.engines.base import EngineSetup
@@ -37,12 +37,24 @@ class TabularConfig(PretrainedConfig):
     def __init__(self, vocab_size: int = 4, **others: Any):
         super().__init__(**{"tie_word_embeddings": False, **others})
         self.vocab_size = vocab_size
-        # Asked for by the trainer's estimate of memory.
-        self.hidden_size = self.num_hidden_layers = 1
+        # A critic's head is as wide as a hidden state; layers are asked for by the trainer's estimate of memory.
+        self.hidden_size, self.num_hidden_layers = vocab_size, 1
+
+
+class Words(torch.nn.Module):
+    """The backbone, without weights: the hidden state of a token is 1 at its id, 0 elsewhere."""
+
+    def __init__(self, words: int):
+        super().__init__()
+        self.words = words
+
+    def forward(self, input_ids: torch.Tensor, **ignored: Any) -> BaseModelOutput:
+        one_hot = torch.nn.functional.one_hot(input_ids, self.words)
+        return BaseModelOutput(last_hidden_state=one_hot.float())  # type: ignore[arg-type]
 
 
 class Rows(torch.nn.Module):
-    """The output head: the "hidden state" of a token is its id, (..., 1); its logits are that row."""
+    """The output head: the logits after a token are its row."""
 
     mask: torch.Tensor
 
@@ -52,15 +64,17 @@ class Rows(torch.nn.Module):
         self.register_buffer("mask", torch.zeros(words, words))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        ids = hidden[..., 0].long()
+        ids = hidden.argmax(-1)
         return self.weight[ids] + self.mask[ids]
 
 
 class TabularModel(PreTrainedModel, GenerationMixin):
     config_class = TabularConfig
+    base_model_prefix = "backbone"
 
     def __init__(self, config: TabularConfig):
         super().__init__(config)
+        self.backbone = Words(config.vocab_size)
         self.head = Rows(config.vocab_size)
         self.post_init()
 
@@ -79,7 +93,7 @@ class TabularModel(PreTrainedModel, GenerationMixin):
         return_dict: bool = True,
         **ignored: Any,
     ) -> CausalLMOutputWithPast:
-        logits = self.head(input_ids[..., None].to(self.head.weight.dtype))
+        logits = self.head(self.backbone(input_ids).last_hidden_state)
         cache = (past_key_values or DynamicCache()) if use_cache else None
         return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
 
