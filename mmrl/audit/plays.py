@@ -188,7 +188,9 @@ class Plays:
         return (
             place.call.example,
             place.call.module,
-            tuple(call.completion_ids for call in leaf.calls[: place.position]),
+            # Prompts too: what tools returned need not be the same after the same replies.
+            place.call.prompt_ids,
+            tuple((call.prompt_ids, call.completion_ids) for call in leaf.calls[: place.position]),
         )
 
     def _environment(self, phase: str) -> Environment:

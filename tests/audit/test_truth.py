@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from statistics import fmean, stdev
 from typing import Any
@@ -138,6 +139,13 @@ def test_equal_histories_share_their_other_replies() -> None:
     _, found = measured(two(examples=1), 0, decisions=8)
     of_first = [truth for place, truth in found if place.call.module == "first"]
     assert len(of_first) == 4 and len({tuple(truth.others) for truth in of_first}) == 1
+
+
+def test_histories_differ_by_what_tools_returned() -> None:
+    plays, found = measured(two(examples=1), 0, decisions=8)
+    place = next(place for place, _ in found if place.call.module == "second")
+    read = replace(place, call=replace(place.call, prompt_ids=(*place.call.prompt_ids, 0)))
+    assert plays._history(read) != plays._history(place) == plays._history(replace(place))
 
 
 def test_what_fails_from_outside_is_drawn_anew_three_times() -> None:
