@@ -73,10 +73,12 @@ class Plays:
 
     def record(self) -> None:
         """Play the paths that decisions are drawn from."""
-        roots = [Branch(example=example, path=str(n)) for example in self.examples for n in range(self.paths)]
+        names = [(example, number) for example in self.examples for number in range(self.paths)]
+        # Names that no tree of a batch has: its calls keep theirs where it is planted.
+        roots = [Branch(example=example, path=f"p{number}") for example, number in names]
         leaves = self._single(self._environment("paths"), roots)
         self.recorded = {
-            (root.example.id, int(root.path)): leaf for root, leaf in zip(roots, leaves, strict=True) if leaf
+            (example.id, number): leaf for (example, number), leaf in zip(names, leaves, strict=True) if leaf
         }
 
     def draw(self) -> list[Place]:
@@ -200,7 +202,9 @@ class Plays:
         return (
             place.call.example,
             place.call.module,
-            tuple(call.completion_ids for call in leaf.calls[: place.position]),
+            # Prompts too: what tools returned need not be the same after the same replies.
+            place.call.prompt_ids,
+            tuple((call.prompt_ids, call.completion_ids) for call in leaf.calls[: place.position]),
         )
 
     def _environment(self, phase: str) -> Environment:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
+from mmrl.audit.settings import BLOCKS
 from mmrl.report.text import align
 from mmrl.system.files import JsonObject
+
+RELIABLE = 0.5
+"""Share of D's variance that is to be truth, not noise."""
 
 
 def table(result: JsonObject) -> str:
@@ -74,10 +79,21 @@ def notes(result: JsonObject) -> list[str]:
         f"truth: {settings['truth']}, mean {number(result['outcome'])}; a unit is {result['unit']:,.0f} calls; a row's "
         "calls and scored tokens are those of one batch of all examples"
     ]
-    if not reference["measurable"]:
-        needed = reference["needed"]
-        instead = f"; about reference={round(needed * reference['rollouts'])} would do" if needed is not None else ""
-        found.append(f"alignment: not measurable with reference={reference['rollouts']} rollouts{instead}")
+    rollouts = reference["rollouts"]
+    if reference["squared"] == reference["error"] == 0:
+        found.append("alignment: not measurable, since outcomes of an example never differed; see mmrl doctor")
+    elif not reference["measurable"]:
+        # Within one error of 0 it is more than 16 times as many; see `alignment.Strength.needed`.
+        more, needed = "about" if reference["needed"] else "more than", reference["needed"] or 16
+        wanted = math.ceil(needed * rollouts / BLOCKS) * BLOCKS
+        found.append(
+            f"alignment: not measurable with reference={rollouts} rollouts; it would take {more} reference={wanted}"
+        )
+    if (ceiling := result["ceiling"]["all"]["value"]) is not None and ceiling**2 < RELIABLE:
+        made = settings["continuations"]
+        # Reliability R is kR / (1 + (k - 1)R) with k times the samples; the ceiling is its root.
+        wanted = f"; it would take about continuations={math.ceil(made * (1 / ceiling**2 - 1))}" if ceiling else ""
+        found.append(f"fidelity: D is mostly noise with continuations={made}{wanted}")
     for name, row in result["rows"].items():
         if (explained := row["explained_variance"]) is not None:
             found.append(f"{name}: its critic explains {share(explained)} of the variance of the returns")

@@ -149,6 +149,8 @@ def explain(schema: type[BaseModel], error: ValidationError, raw: Mapping[str, o
     for item in error.errors():
         parts = [str(part) for part in item["loc"]]
         path, kind = ".".join(parts), item["type"]
+        if kind == "too_short" and sentences and sentences[-1].startswith(f"{path}."):
+            continue  # its members did not pass, which is said
         if kind == "extra_forbidden":
             sentences += _unknown_key(schema, parts, item["input"], raw or {})
         elif kind == "missing":
@@ -163,6 +165,7 @@ def explain(schema: type[BaseModel], error: ValidationError, raw: Mapping[str, o
         else:
             section = f"a section: {path}.KEY=VALUE"
             words = {"model_type": section, "dict_type": section, "tuple_type": f"a list: {path}=[a,b]"}
+            words["too_short"] = f"at least {item.get('ctx', {}).get('min_length')}"
             wanted = (
                 item["msg"].removeprefix("Input should be ").removeprefix("a valid ").replace("String should ", "to ")
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from statistics import fmean, stdev
 from typing import Any
@@ -127,9 +128,9 @@ def test_paths_and_seeds_of_an_audit_are_its_own() -> None:
     orders = [request.order[0] for request in stand.engine.requests]
     # The second module's decision ends the rollout: what follows its replies needs no call.
     assert sorted(orders) == [
-        *(f"train0/0#0~q{n}#1" for n in range(2)),
-        *(f"train0/0#0~v{n}.{k}" + f"#{c}" for n in range(2) for k, c in ((0, 0), (0, 1), (1, 1))),
-        *(f"train0/0#1~v{n}.0#1" for n in range(2)),
+        *(f"train0/p0#0~q{n}#1" for n in range(2)),
+        *(f"train0/p0#0~v{n}.{k}" + f"#{c}" for n in range(2) for k, c in ((0, 0), (0, 1), (1, 1))),
+        *(f"train0/p0#1~v{n}.0#1" for n in range(2)),
     ]
     assert len({request.sampling.seed for request in stand.engine.requests}) == len(orders)
 
@@ -138,6 +139,13 @@ def test_equal_histories_share_their_other_replies() -> None:
     _, found = measured(two(examples=1), 0, decisions=8)
     of_first = [truth for place, truth in found if place.call.module == "first"]
     assert len(of_first) == 4 and len({tuple(truth.others) for truth in of_first}) == 1
+
+
+def test_histories_differ_by_what_tools_returned() -> None:
+    plays, found = measured(two(examples=1), 0, decisions=8)
+    place = next(place for place, _ in found if place.call.module == "second")
+    read = replace(place, call=replace(place.call, prompt_ids=(*place.call.prompt_ids, 0)))
+    assert plays._history(read) != plays._history(place) == plays._history(replace(place))
 
 
 def test_what_fails_from_outside_is_drawn_anew_three_times() -> None:
@@ -184,10 +192,11 @@ def test_a_program_that_does_not_repeat_itself_is_refused() -> None:
     [independent(3), fork_on_first(("first",), 3), (Tree((Fork("second", 3),)),), fork_on_first(("first",), 2) * 2],
     ids=["independent", "first", "second", "two trees"],
 )
-def test_a_recorded_path_is_a_branch_of_any_plan(plan: tuple[Tree, ...]) -> None:
+@pytest.mark.parametrize("seed", range(4))  # the tree that has the path is drawn
+def test_a_recorded_path_is_a_branch_of_any_plan(plan: tuple[Tree, ...], seed: int) -> None:
     table = two(examples=1)
-    stand = Stand(table)
-    plays = plays_of(table, stand=stand)
+    stand = Stand(table, seed)
+    plays = plays_of(table, seed, stand=stand)
     plays.record()
     recorded = plays.recorded["train0", 0]
     (example,) = plays.examples
@@ -195,6 +204,12 @@ def test_a_recorded_path_is_a_branch_of_any_plan(plan: tuple[Tree, ...]) -> None
     roots = list(plays._planted(example, plan, 0))
     trees = asyncio.run(play(stand.environment(None, (0, 1)), roots, "outcome"))
     leaves = [leaf for tree in trees for leaf in tree]
+    # No tree has a call of its own by the name of a recorded one.
+    by_name: dict[str, set[int]] = {}
+    for leaf in leaves:
+        for call in leaf.calls:
+            by_name.setdefault(call.id, set()).add(id(call.completion_ids))
+    assert all(len(replies) == 1 for replies in by_name.values())
     assert len(leaves) == sum(tree.size for tree in plan)
     own = [leaf for leaf in leaves if [c.id for c in leaf.calls] == [c.id for c in recorded.calls]]
     assert len(own) == 1 and own[0].rollout.reward == recorded.rollout.reward
