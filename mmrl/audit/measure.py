@@ -186,7 +186,8 @@ class Measurement:
             credit = self.rows[name].credit(forest)
             credits = {p.call.id: asdict(credited(credit, p.call.id)) for p in places if p.path == number}
             explained = credit.metrics.get("credit/explained_variance")
-            return {"calls": calls, "scored": scored, "explained": explained, "credits": credits}
+            failed = sum(rollout.reward is None for rollout in forest.rollouts)
+            return {"calls": calls, "scored": scored, "failed": failed, "explained": explained, "credits": credits}
 
         piece: dict[str, Any] = self.ledger.piece(f"credit {name} {number}", measured)
         return piece

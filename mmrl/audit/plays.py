@@ -8,7 +8,7 @@ other, and rows are compared on the same calls.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mmrl import rng
@@ -167,6 +167,7 @@ class Plays:
 
     def _batch(self, row: RlStage, env: Environment, roots: Sequence[Branch], number: int) -> tuple[Forest, int, int]:
         trees = asyncio.run(play(env, roots, row.reward_set))
+        _refuse_divergence(leaf for leaves in trees for leaf in leaves)
         generated = self._counted(env) + sum(call.attempts for root in roots for call in _recorded_calls(root))
         forest = forest_of([leaf for leaves in trees for leaf in leaves], row.task.program.modules, number + 1)
         # The trainer needs the memory that a server on the same GPU would hold.
@@ -221,11 +222,9 @@ class Plays:
             missing = [index for index, leaf in enumerate(leaves) if leaf is None]
             suffix = f"r{attempt}" if attempt else ""
             again = [replace(roots[index], path=roots[index].path + suffix) for index in missing]
-            for index, (leaf,) in zip(missing, _played(env, again, self.reward_set), strict=True):
-                if leaf.rollout.error == ReplayDivergence.kind:
-                    raise ConfigError(
-                        f"task: mmrl audit plays on from recorded calls, and {leaf.rollout.error_message}"
-                    )
+            played = [leaf for (leaf,) in _played(env, again, self.reward_set)]
+            _refuse_divergence(played)
+            for index, leaf in zip(missing, played, strict=True):
                 leaves[index] = leaf if leaf.rollout.reward is not None else None
         self._counted(env)
         return leaves
@@ -253,6 +252,13 @@ class Plays:
 
 def _played(env: Environment, roots: Sequence[Branch], reward_set: str) -> list[list[Leaf]]:
     return asyncio.run(play(env, roots, reward_set, keeps_tapes=True)) if roots else []
+
+
+def _refuse_divergence(leaves: Iterable[Leaf]) -> None:
+    """Raise `ConfigError` for a program that does not repeat its requests."""
+    for leaf in leaves:
+        if leaf.rollout.error == ReplayDivergence.kind:
+            raise ConfigError(f"task: mmrl audit plays on from recorded calls, and {leaf.rollout.error_message}")
 
 
 def _own_path(call: Call) -> str:

@@ -143,6 +143,7 @@ def _row(
         "alignment": {str(budget): asdict(found) for budget, found in by_budget.items()},
         "calls": pieces["unit"]["batches"][name],
         "scored": fmean(batch["scored"] for batch in batches),
+        "failed": sum(batch["failed"] for batch in batches),
         "explained_variance": fmean(explained) if explained else None,
         "critic": fitted and {"calls": fitted["calls"], "explained_variance": max(fitted["explained"])},
     }

@@ -95,6 +95,8 @@ def notes(result: JsonObject) -> list[str]:
         wanted = f"; it would take about continuations={math.ceil(made * (1 / ceiling**2 - 1))}" if ceiling else ""
         found.append(f"fidelity: D is mostly noise with continuations={made}{wanted}")
     for name, row in result["rows"].items():
+        if row["failed"]:
+            found.append(f"{name}: {row['failed']} rollouts of its credited batches failed from outside causes")
         if (explained := row["explained_variance"]) is not None:
             found.append(f"{name}: its critic explains {share(explained)} of the variance of the returns")
         if (fitted := row["critic"]) is not None:

@@ -295,8 +295,12 @@ def audit(context: typer.Context) -> None:
     line = overrides.read_line(context.args, command_keys=tuple(AuditKeys.model_fields), single="mmrl audit")
     keys = line.section(AuditKeys)
     from mmrl.commands.audit import audit as run_audit
+    from mmrl.sets.words import as_typed
 
-    run_audit(configs.audit_configs(line, keys.algo, keys.policy), keys, ["mmrl", "audit", *context.args])
+    try:
+        run_audit(configs.audit_configs(line, keys.algo, keys.policy), keys, ["mmrl", "audit", *context.args])
+    except ConfigError as error:
+        raise ConfigError(as_typed(problem, line.words, keys.algo) for problem in error.problems) from error
 
 
 @app.command(**SETTINGS, options_metavar="RUN_DIR out=FOLDER [KEY=VALUE ...]")

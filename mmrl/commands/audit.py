@@ -89,7 +89,8 @@ def audit(rows: Sequence[RlRunConfig], keys: AuditKeys, command: Sequence[str]) 
         units = {name: length_unit(row.algo) for name, row in settled.items()}
         result = result_of(ledger, keys, _told(settled, keys), units, first.seed)
     except (MmrlError, KeyboardInterrupt) as error:
-        continue_with(error, shlex.join(command))
+        if not isinstance(error, ConfigError):  # which the same command would meet again
+            continue_with(error, shlex.join(command))
         raise
     finally:
         ledger.close()

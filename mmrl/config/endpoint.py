@@ -62,7 +62,7 @@ class Endpoint(Section):
     extra_headers: dict[str, str] = Field({}, description="further headers; a secret one as ${oc.env:NAME}")
     reasoning: Literal["drop", "cut", "keep"] = Field(
         "drop",
-        description="thoughts beside the answer: unread; cut: also a <think> block that begins the answer; keep: "
+        description="thoughts beside the answer: drop: unread; cut: also a <think> block that begins the answer; keep: "
         "graded with it, in <think> tags",
     )
     price_in: float = Field(0.0, ge=0, description="USD per million prompt tokens, for the cost counter")

@@ -139,6 +139,14 @@ def words_of_steps(words: Sequence[str], steps: Sequence[str], config_dir: str |
     }
 
 
+def as_typed(problem: str, words: Sequence[str], steps: Sequence[str]) -> str:
+    """Return a problem `KEY: …` with the key as it was typed, where it was for a step alone: `grpo.algo.clip: …`."""
+    key, _, rest = problem.partition(":")
+    typed = dict.fromkeys(word.lstrip("+~").partition("=")[0] for word in words)
+    own = [name for name in typed if name in {f"{step}.{key}" for step in steps}]
+    return problem if key in typed or not own else f"{', '.join(own)}:{rest}"
+
+
 def is_below(word: str, keys: Sequence[str]) -> bool:
     """True for an override that sets one of some keys or sections, or something in one."""
     return any(f"{word.lstrip('+~').partition('=')[0]}.".startswith(f"{key}.") for key in keys)

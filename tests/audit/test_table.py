@@ -41,3 +41,5 @@ def test_budgets_too_small_are_said_with_those_that_would_do(
         "dropped": 0,
     }  # fmt: skip
     assert notes(result)[1:] == said
+    result["rows"] = {"grpo": {"failed": 3, "explained_variance": None, "critic": None}}
+    assert notes(result)[1:] == [*said, "grpo: 3 rollouts of its credited batches failed from outside causes"]

@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import cache
 from statistics import fmean, stdev
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -185,6 +186,11 @@ def test_a_program_that_does_not_repeat_itself_is_refused() -> None:
     stand.task.program.run = other
     with pytest.raises(ConfigError, match="call 'second' for call 'first'"):
         plays.truths(places)
+    # Also where a row's batch meets it first: its rollouts would be left out of the credit without a word.
+    row: Any = SimpleNamespace(reward_set="outcome")
+    roots = list(plays._planted(plays.examples[0], independent(2), 0))
+    with pytest.raises(ConfigError, match="call 'second' for call 'first'"):
+        plays._batch(row, stand.environment(None, (0, 1)), roots, 0)
 
 
 @pytest.mark.parametrize(
