@@ -72,6 +72,7 @@ class Measurement:
         now = {
             "digest": f"{rng.digest(repr(sorted(replies.items()))):032x}",
             "examples": [example for example, _ in self.plays.recorded],
+            "failed": len(self.plays.examples) * self.plays.paths - len(self.plays.recorded),
             "calls": {module: called[module] for module in self.plays.trained},
             "decisions": [
                 {"example": p.call.example, "call": p.call.id, "module": p.call.module, "path": p.path} for p in places
@@ -186,8 +187,7 @@ class Measurement:
             credit = self.rows[name].credit(forest)
             credits = {p.call.id: asdict(credited(credit, p.call.id)) for p in places if p.path == number}
             explained = credit.metrics.get("credit/explained_variance")
-            failed = sum(rollout.reward is None for rollout in forest.rollouts)
-            return {"calls": calls, "scored": scored, "failed": failed, "explained": explained, "credits": credits}
+            return {"calls": calls, "scored": scored, "explained": explained, "credits": credits}
 
         piece: dict[str, Any] = self.ledger.piece(f"credit {name} {number}", measured)
         return piece
@@ -216,8 +216,12 @@ class Measurement:
             )
         else:
             found = self._gradient(name, [self._forest(name, number)[0] for number in span])
-        piece = f"gradient {name} {self.plays.keys.budgets[level]} {span.start}"
-        self.ledger.piece(piece, lambda: asdict(self.reference.project(found.vector)))
+
+        def measured() -> object:
+            failed = sum(rollout.reward is None for rollout in found.forest.rollouts)
+            return {"failed": failed, **asdict(self.reference.project(found.vector))}
+
+        self.ledger.piece(f"gradient {name} {self.plays.keys.budgets[level]} {span.start}", measured)
         return found
 
     def _together(self, name: str, parts: Iterator[Part]) -> Part:

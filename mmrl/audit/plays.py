@@ -21,6 +21,7 @@ from mmrl.rollout.branches import Branch, Leaf, forest_of
 from mmrl.rollout.environment import Environment
 from mmrl.rollout.plans import Tree
 from mmrl.rollout.sample import play
+from mmrl.stages.collect import check_failures
 from mmrl.stages.rl import RlStage
 
 AGAIN = 3
@@ -216,18 +217,18 @@ class Plays:
 
         Raises:
             ConfigError: the program does not repeat its requests.
+            TooManyFailures: more than `train.max_failed_share` failed each time: a tool or server is not there.
         """
-        leaves: list[Leaf | None] = [None] * len(roots)
-        for attempt in range(1 + AGAIN):
-            missing = [index for index, leaf in enumerate(leaves) if leaf is None]
-            suffix = f"r{attempt}" if attempt else ""
-            again = [replace(roots[index], path=roots[index].path + suffix) for index in missing]
-            played = [leaf for (leaf,) in _played(env, again, self.reward_set)]
-            _refuse_divergence(played)
-            for index, leaf in zip(missing, played, strict=True):
-                leaves[index] = leaf if leaf.rollout.reward is not None else None
+        leaves = _played(env, roots, self.reward_set)
+        for attempt in range(AGAIN):
+            missing = [index for index, leaf in enumerate(leaves) if leaf.rollout.reward is None]
+            again = [replace(roots[index], path=f"{roots[index].path}r{attempt + 1}") for index in missing]
+            for index, leaf in zip(missing, _played(env, again, self.reward_set), strict=True):
+                leaves[index] = leaf
         self._counted(env)
-        return leaves
+        limit = self.stage.config.train.max_failed_share
+        check_failures([leaf.rollout for leaf in leaves], limit, f"{env.key[-1]}, {1 + AGAIN} times")
+        return [leaf if leaf.rollout.reward is not None else None for leaf in leaves]
 
     def _counted(self, env: Environment) -> int:
         """Report what was generated in an environment since the last time; return all of it."""
@@ -250,8 +251,10 @@ class Plays:
         return None if leaf is None else self.value(leaf)
 
 
-def _played(env: Environment, roots: Sequence[Branch], reward_set: str) -> list[list[Leaf]]:
-    return asyncio.run(play(env, roots, reward_set, keeps_tapes=True)) if roots else []
+def _played(env: Environment, roots: Sequence[Branch], reward_set: str) -> list[Leaf]:
+    leaves = [leaf for (leaf,) in asyncio.run(play(env, roots, reward_set, keeps_tapes=True))] if roots else []
+    _refuse_divergence(leaves)
+    return leaves
 
 
 def _refuse_divergence(leaves: Iterable[Leaf]) -> None:
