@@ -90,7 +90,7 @@ class Measurement:
         plays, paths = self.plays, [leaf.calls for leaf in self.plays.recorded.values()]
         batches = {
             name: len(plays.examples) * fmean(sum(planned_calls(tree, path) for tree in trees) for path in paths)
-            for name, trees in ((n, self._plan(row, plays.examples[0].id, 0)) for n, row in self._groups().items())
+            for name, trees in ((n, self._plan(self.rows[n], plays.examples[0].id, 0)) for n in self._by_plan)
         }
         # When a critic is fitted is not known before: half as many rounds again as the fewest.
         of_critic = critic.HELD_OUT + 3 * critic.PATIENCE * critic.ROUND
@@ -156,10 +156,6 @@ class Measurement:
     def _plan(self, row: RlStage, example: str, number: int) -> Sequence[Tree]:
         algo, modules = row.config.algo, row.task.program.modules
         return ALGORITHMS[algo.name].plan(algo, modules, (row.config.seed, f"audit-{number}", example))
-
-    def _groups(self) -> dict[str, RlStage]:
-        """Return the first row of each plan."""
-        return {names[0]: self.rows[names[0]] for names in self._by_plan.values()}
 
     @cached_property
     def _by_plan(self) -> dict[str, list[str]]:
