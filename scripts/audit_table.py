@@ -189,7 +189,7 @@ def main(arguments: list[str]) -> int:
         "# The audit of every credit",
         "",
         f"`bash scripts/audit_table.sh` with {said} budgets={','.join(map(str, keys['budgets']))}, and what it shows: "
-        "[the audit](../audit.md#what-it-found).",
+        "[results](../audit-results.md).",
         "",
         *("![Fidelity](figures/audit-fidelity.svg)", "", "![Alignment](figures/audit-alignment.svg)", ""),
         *("![Alignment and what was reached](figures/audit-foretold.svg)", ""),

@@ -1,5 +1,6 @@
 #!/bin/bash
-# The table of docs/audit.md: every credit on four programs, at the start and after 20 steps of grpo. Goes on where it was stopped.
+# The table of docs/audit.md: every credit on four programs, or those named, at the start and after 20 steps of grpo. Goes on
+# where it was stopped.
 set -u
 M=${M:-mmrl}; OUT=${OUT:-outputs/audits/table}; X=${X:-}   # X: further keys for all, e.g. X="examples=8 continuations=8 batches=6 budgets=1,2"
 ROWS=grpo,mmgrpo,dr_mas,gigpo,ccpo,tree_grpo,mhgpo_fof,mhgpo_is,mhgpo_rr,mhgpo_fof_os,c3,ppo,mappo
@@ -12,7 +13,8 @@ one() { # name, rows, sizes, task words
   $M audit algo=$2 $3 $X $4 out=$OUT/$1-start
   $M audit algo=$2 $3 $X policy=$OUT/$1-run out=$OUT/$1-after
 }
-one hotpotqa $ROWS "$SIZES" task=hotpotqa
-one search_agent $TURNS "$TSIZES" task=search_agent
-one papillon $ROWS "$SIZES" task=papillon
-M="${AGENTS:-.venv-agents/bin/python -m mmrl}" one planner_worker $ROWS "$SIZES" "$AGENT"
+for program in ${*:-hotpotqa search_agent papillon planner_worker}; do case $program in
+  search_agent) one search_agent $TURNS "$TSIZES" task=search_agent ;;
+  planner_worker) M="${AGENTS:-.venv-agents/bin/python -m mmrl}" one planner_worker $ROWS "$SIZES" "$AGENT" ;;
+  *) one $program $ROWS "$SIZES" task=$program ;;
+esac; done
