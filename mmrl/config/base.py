@@ -18,6 +18,8 @@ from mmrl.secrets import holder, secret_name, user_in_address
 SPLITS = ("train", "dev", "test")
 MINI = "mini"
 """Name of the embedded mini world, instead of a file or hub id."""
+GENERATED = "generated"
+"""Name of what another package makes by seeds, likewise."""
 LEAST_TEMPERATURE = 0.01
 """Lowest temperature above 0: logits divided by much less overflow, and such samples are the greedy ones."""
 

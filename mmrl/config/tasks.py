@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, model_validator
 
 from mmrl.config.algo import FACTOR
-from mmrl.config.base import MINI, SPLITS, Idle, Section, Sources, by_name, no_lookalike
+from mmrl.config.base import GENERATED, MINI, SPLITS, Idle, Section, Sources, by_name, no_lookalike
 from mmrl.config.endpoint import EndpointConfig, omitted
 from mmrl.config.retriever import RETRIEVER_SCHEMAS, Bm25Config, RetrieverConfig
 
@@ -55,6 +55,31 @@ class DataConfig(Section):
 
     def items_of(self, split: str) -> int | None:
         """Return the number of examples of a split that are used; None: all."""
+        return {"train": self.train_items, "dev": self.dev_items, "test": self.test_items}[split]
+
+
+class GeneratedConfig(DataConfig):
+    """Examples that another package makes by seeds: the same in every run, and no two splits share one."""
+
+    train: Literal["generated"] | None = Field(GENERATED, description="null: no such split")
+    dev: Literal["generated"] | None = Field(GENERATED, description="as train")
+    test: Literal["generated"] | None = Field(GENERATED, description="as train")
+    train_items: int = Field(1000, ge=1, le=10**8, description="how many are made")
+    dev_items: int = Field(100, ge=1, le=10**8, description="the same of dev")
+    test_items: int = Field(100, ge=1, le=10**8, description="the same of test")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _all_mini(cls, raw: object) -> object:
+        return raw  # no split is the mini world's
+
+    @property
+    def files(self) -> dict[str, str]:
+        """No split has any."""
+        return {}
+
+    def items_of(self, split: str) -> int:
+        """Return the number of examples of a split."""
         return {"train": self.train_items, "dev": self.dev_items, "test": self.test_items}[split]
 
 
@@ -365,6 +390,17 @@ class AnyAgentConfig(MetricsConfig):
     )
 
 
+class ReasoningGymConfig(TaskConfig):
+    """Generated problems of the package reasoning-gym."""
+
+    data: GeneratedConfig = GeneratedConfig()
+    dataset: str | None = Field(None, description="one of its data sets, by name (chain_sum)")
+    params: dict[str, Any] = Field({}, description="its parameters, by name: task.params.max_terms=3")
+    style: Literal["default", "DeepSeekZero", "simple", "direct", "chain_of_draft"] = Field(
+        "default", description="which of the package's system messages; direct: without reasoning"
+    )
+
+
 # Several bases give it all keys without a copy.
 class PluginTaskConfig(
     SearchAgentConfig,
@@ -376,7 +412,8 @@ class PluginTaskConfig(
     DspyProgramConfig,
     AnyAgentConfig,
 ):
-    """A task of a plugin that registers no schema: every key of the built-in tasks, any of which it may read."""
+    """A task of a plugin that registers no schema: every key of the built-in tasks that read data files, any of which it
+    may read."""
 
 
 # The three data sets share a program, and the two reasoners their keys; what differs is in conf/task.
@@ -394,6 +431,7 @@ TASK_SCHEMAS: dict[str, type[TaskConfig]] = {
     "hover": HoverConfig,
     "dspy": DspyProgramConfig,
     "agent": AnyAgentConfig,
+    "reasoning_gym": ReasoningGymConfig,
 }
 """Plug point: `task.name` -> schema, `PluginTaskConfig` where a name has none. A task's values are in `conf/task/`."""
 # Taken once, when nothing but mmrl can have added names.

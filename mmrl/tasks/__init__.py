@@ -15,6 +15,7 @@ from mmrl.tasks.dspy.hover import HoverTask
 from mmrl.tasks.dspy.own import ImportedTask
 from mmrl.tasks.dspy.papillon import PapillonTask
 from mmrl.tasks.gateway.task import AgentTask
+from mmrl.tasks.gym.problems import ReasoningGymTask
 from mmrl.tasks.search_program import MultihopQaTask
 
 TASKS: dict[str, Callable[..., Task]] = {
@@ -31,5 +32,6 @@ TASKS: dict[str, Callable[..., Task]] = {
     "hover": HoverTask,
     "dspy": ImportedTask,
     "agent": AgentTask,
+    "reasoning_gym": ReasoningGymTask,
 }
 """`task.name` -> factory `(config, run seed) -> Task`; the config is of the task's own schema (`TASK_SCHEMAS`)."""
