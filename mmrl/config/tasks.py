@@ -401,6 +401,32 @@ class ReasoningGymConfig(TaskConfig):
     )
 
 
+class EnvironmentConfig(MetricsConfig):
+    """An environment that others wrote, whose tools the model calls (`task=environment`)."""
+
+    environment: str | dict[str, str] | None = Field(
+        None,
+        description="package.module:Class, in the form of TRL's environment_factory; or a mapping name -> one, by the "
+        "column `environment`; null: the tools alone",
+    )
+    tools: tuple[str, ...] = Field((), description="further tools: package.module:function")
+    tools_stateless: tuple[str, ...] | Literal["all"] = Field(
+        (),
+        description="tools that a rollout which goes on from another one does not use again: their recorded results "
+        "stand; all: each",
+    )
+    tool_errors: Literal["observe", "fail"] = Field(
+        "observe", description="a tool that raises: the model reads the error, or the rollout fails"
+    )
+    max_turns: int = Field(10, ge=1, description="messages of a rollout; the tools of the last one are used still")
+    max_observation: int = Field(1024, ge=16, description="what a turn's tools add to the context is cut to this")
+    action_timeout_s: float = Field(60.0, gt=0, description="longest time of one action, reset or reward")
+    deterministic: bool = Field(
+        True,
+        description="with the same record and actions it gives the same; false: no algorithm that plays it again",
+    )
+
+
 # Several bases give it all keys without a copy.
 class PluginTaskConfig(
     SearchAgentConfig,
@@ -411,6 +437,7 @@ class PluginTaskConfig(
     HoverConfig,
     DspyProgramConfig,
     AnyAgentConfig,
+    EnvironmentConfig,
 ):
     """A task of a plugin that registers no schema: every key of the built-in tasks that read data files, any of which it
     may read."""
@@ -432,6 +459,7 @@ TASK_SCHEMAS: dict[str, type[TaskConfig]] = {
     "dspy": DspyProgramConfig,
     "agent": AnyAgentConfig,
     "reasoning_gym": ReasoningGymConfig,
+    "environment": EnvironmentConfig,
 }
 """Plug point: `task.name` -> schema, `PluginTaskConfig` where a name has none. A task's values are in `conf/task/`."""
 # Taken once, when nothing but mmrl can have added names.

@@ -19,6 +19,7 @@ from mmrl.algorithms.checks import TURN_SETS
 from mmrl.config import HardwareConfig, RlRunConfig, RootConfig, StageConfig, TaskConfig, WeightRunConfig
 from mmrl.config.base import MINI, MethodConfig, value_at
 from mmrl.config.rules import engine_name
+from mmrl.config.tasks import EnvironmentConfig
 from mmrl.config.teacher import STUDENT, TeacherConfig
 from mmrl.engines import EngineSetup, build_engine, needs_model
 from mmrl.engines.base import Engine
@@ -30,6 +31,7 @@ from mmrl.store.policy import Policy, resolve
 from mmrl.tasks import TASKS
 from mmrl.tasks.base import Task, continuing_modules
 from mmrl.tasks.data.layouts import subset
+from mmrl.tasks.environments.program import EnvironmentProgram
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -160,6 +162,7 @@ def check_model(config: StageConfig) -> None:
 
     model, warnings = config.model, []
     tokenizer = load_tokenizer(model)
+    _refuse_tools(tokenizer, config)
     if isinstance(config, WeightRunConfig) or needs_model(config.engine.name):
         empty, note = skeleton(model)
         _refuse_context(tokenizer, empty, config)
@@ -190,6 +193,7 @@ def check_policy(policy: Policy, config: RootConfig, key: str = "policy") -> str
     try:
         empty, note = skeleton(model)
         tokenizer = load_tokenizer(model)
+        _refuse_tools(tokenizer, config)
         _refuse_context(tokenizer, empty, config)
         note = "; ".join(filter(None, [note, _tokens_without_weights(tokenizer, empty, model.path)]))
         if policy.folders:
@@ -197,6 +201,17 @@ def check_policy(policy: Policy, config: RootConfig, key: str = "policy") -> str
     except ConfigError as error:
         raise ConfigError(own.sub(key, problem, count=1) for problem in error.problems) from None
     return own.sub(key, note, count=1)
+
+
+def _refuse_tools(tokenizer: PreTrainedTokenizerBase, config: RootConfig) -> None:
+    """Refuse an environment's tools where the model's chat template has no way to call them."""
+    from mmrl.models.replies import tools_problem
+
+    if not isinstance(config.task, EnvironmentConfig) or not (problem := tools_problem(tokenizer)):
+        return
+    program = build_task(config.task, config.seed).program
+    if isinstance(program, EnvironmentProgram) and program.shows_tools:
+        raise ConfigError(f"model.path: the environment has tools, and {problem} ('{config.model.path}')")
 
 
 def _refuse_context(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, config: RootConfig) -> None:

@@ -19,6 +19,7 @@ from contextlib import suppress
 from decimal import Decimal
 from numbers import Real
 from pathlib import Path
+from queue import SimpleQueue
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
@@ -92,6 +93,47 @@ def carried(function: Callable[P, T]) -> Callable[P, T]:
             raise ProgramFailure(f"{type(error).__name__}: {error}") from None
 
     return call
+
+
+class Worker:
+    """A thread that calls functions one after another: what an object of a user's keeps may belong to its thread.
+
+    Ends with `close`, or with the process; one that never comes back holds up nobody else.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a function in it, with the caller's context variables."""
+        outcome: Future[T] = Future()
+        outcome.set_running_or_notify_cancel()  # as in `in_thread`
+        context = contextvars.copy_context()
+
+        def job() -> None:
+            try:
+                outcome.set_result(context.run(carried(function), *args, **kwargs))
+            except Exception as error:
+                outcome.set_exception(error)
+
+        self.put(job)
+        return await asyncio.wrap_future(outcome)
+
+    def put(self, job: Callable[[], None]) -> None:
+        """Have it do something after what it has to do, and do not wait."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="mmrl-user-code", daemon=True)
+            self._thread.start()
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """End it after what it has to do."""
+        self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
 
 
 async def on_agent_loop(result: Awaitable[T]) -> T:

@@ -67,7 +67,9 @@ def _checked(name: str, params: Mapping[str, Any], key: str) -> dict[str, Any]:
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join([f"{key}.{param}", *map(str, first["loc"])])
-            problems.append(f"{where}: got {first['input']!r:.80}, expected {first['msg'].removeprefix('Input should be ')}")
+            problems.append(
+                f"{where}: got {first['input']!r:.80}, expected {first['msg'].removeprefix('Input should be ')}"
+            )
     for number, spec in enumerate(values.get("datasets") or () if name == "composite" else ()):
         assert isinstance(spec, DatasetSpec)
         if spec.name not in DATASETS:

@@ -1,0 +1,1 @@
+"""Environments that others wrote: classes with tools, servers, games; the task `environment`."""

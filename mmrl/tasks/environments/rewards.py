@@ -1,0 +1,113 @@
+"""Reward functions of an episode: `(record, prediction)` as in other tasks, with `environment`, or in TRL's form."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mmrl.errors import RewardFailure
+from mmrl.system.user_code import as_number, call_scorer
+from mmrl.tasks.base import Score
+from mmrl.tasks.dspy.own import refusing_signature, scored
+from mmrl.tasks.environments.program import Played
+
+BATCH = ("prompts", "completions", "completion_ids")
+"""Arguments by which a reward function of TRL is known: lists, here of one episode each."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeMetric:
+    """A user's metric, called for one episode.
+
+    Args:
+        source: its name, for messages.
+    """
+
+    source: str
+    function: Callable[..., Any]
+
+    async def __call__(self, record: Mapping[str, Any], played: Played) -> Score:
+        """Score an episode, in the thread of its environment where the metric looks into that.
+
+        Raises:
+            RewardFailure: it gave no number.
+        """
+        names, extra = _parameters(self.function)
+        run: Callable[..., Awaitable[Any]] = call_scorer
+        if played.session is not None and played.instance is not None and ({"environment", "environments"} & names):
+            run = played.session.call
+        if not self.of_batches:
+            about = {"environment": played.instance} if "environment" in names else {}
+            prediction = {"text": played.text, "messages": played.messages, "ended": played.ended}
+            bound = _bound(self.function, dict(record), prediction, **about) if about else self.function
+            result = await (run(bound) if about else run(self.function, dict(record), prediction))
+            played.rewarded = True
+            return scored(result, self.source)
+        logged: dict[str, float] = {}
+        given = (
+            self.batch(record, played, logged)
+            if extra
+            else {name: value for name, value in self.batch(record, played, logged).items() if name in names}
+        )
+        return self._first(await run(_bound(self.function, **given)), played, logged)
+
+    @property
+    def of_batches(self) -> bool:
+        """True in TRL's form."""
+        names, extra = _parameters(self.function)
+        return bool(names & set(BATCH)) or (extra and not names)
+
+    def problem(self) -> str | None:
+        """Return a sentence if it cannot be called."""
+        if self.of_batches:
+            return None
+        about = {"environment": None} if "environment" in _parameters(self.function)[0] else {}
+        if (takes := refusing_signature(self.function, None, None, **about)) is None:
+            return None
+        return (
+            f"{self.source} takes {takes}, expected (record, prediction), with environment or without, or a reward "
+            "function of TRL (completions, **kwargs)"
+        )
+
+    def batch(self, record: Mapping[str, Any], played: Played, logged: dict[str, float]) -> dict[str, Any]:
+        """Return the arguments that TRL gives: a batch of one, each column a list."""
+        columns = {name: [value] for name, value in record.items() if name != "prompt"}
+        batch = {"prompts": [played.prompt], "completions": [played.messages], "completion_ids": [list(played.ids)]}
+        environments = {} if played.instance is None else {"environments": [played.instance]}
+
+        def log_metric(name: str, value: float) -> None:
+            logged[name] = value
+
+        unused = {"trainer_state": None, "log_extra": lambda column, values: None}
+        return {**columns, **batch, **environments, **unused, "log_metric": log_metric}
+
+    def _first(self, result: Any, played: Played, logged: Mapping[str, float]) -> Score:
+        values = list(result) if isinstance(result, list | tuple) or hasattr(result, "tolist") else None
+        if values is None or len(values) != 1:
+            raise RewardFailure(f"{self.source} gave {result!r:.100} for one episode, expected a list of one number")
+        if values[0] is None:  # this episode is none of its kind, as in TRL
+            return Score(reward=0.0, metrics={"score": 0.0, **logged})
+        if (number := as_number(values[0])) is None:
+            raise RewardFailure(f"{self.source} gave {values[0]!r:.100}, expected a number")
+        played.rewarded = True
+        return Score(reward=number, metrics={"score": number, **logged})
+
+
+def _parameters(function: Callable[..., Any]) -> tuple[set[str], bool]:
+    """Return the names of a function's parameters, and whether it takes any others."""
+    parameters = inspect.signature(function).parameters.values()
+    extra = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return {p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}, extra
+
+
+def _bound(function: Callable[..., Any], *args: Any, **named: Any) -> Callable[[], Any]:
+    """Return a function without arguments, async where the function is."""
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+
+        async def call() -> Any:
+            return await function(*args, **named)
+
+        return call
+    return lambda: function(*args, **named)

@@ -1,0 +1,173 @@
+"""The task `environment`: environments and tools that others wrote, a record for each episode, and reward functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from typing_extensions import override
+
+from mmrl.config.tasks import EnvironmentConfig
+from mmrl.errors import DataError, RewardFailure, gathered, refuse
+from mmrl.records import Call, Example
+from mmrl.system.objects import display_name
+from mmrl.tasks.base import Score
+from mmrl.tasks.data.rows import Row, record_id
+from mmrl.tasks.dspy.own import OwnTask, RecordTask, as_one, imported_metrics, paths_of
+from mmrl.tasks.environments.base import Source
+from mmrl.tasks.environments.classes import ClassSource, FunctionSource
+from mmrl.tasks.environments.episode import merged
+from mmrl.tasks.environments.program import EnvironmentProgram, Played, columns
+from mmrl.tasks.environments.rewards import EpisodeMetric
+
+ROWS: Mapping[str, tuple[int, int]] = {"train": (0, 1000), "dev": (1_000_000, 100), "test": (2_000_000, 100)}
+"""Split -> the first seed and the number of its records, where there are no data."""
+
+
+class EnvironmentTask(RecordTask):
+    """The task `environment`. Implements `mmrl.tasks.base.Task`."""
+
+    config: EnvironmentConfig
+    main_metric = "score"
+
+    def __init__(self, config: EnvironmentConfig, seed: int):
+        problems: list[str] = []
+        given = config.environment if isinstance(config.environment, Mapping) else {"": config.environment}
+        self.worlds: dict[str, Source] = {}
+        self.beside: list[Source] = []
+        metrics: dict[str, Callable[..., Any]] = {}
+        for name, path in given.items():
+            key = f"task.environment.{name}" if name else "task.environment"
+            if path is not None:
+                with gathered(problems):
+                    self.worlds[name] = ClassSource(key, path)
+        for path in config.tools:
+            with gathered(problems):
+                self.beside.append(FunctionSource("task.tools", path))
+        with gathered(problems):
+            for source, function in imported_metrics(config).items():
+                metrics[source] = metric = EpisodeMetric(source, function)
+                problems += filter(None, [metric.problem()])
+        if not self.worlds and not self.beside and not problems:
+            problems.append("task.environment: missing; expected package.module:Class, or task.tools")
+        if config.metric is None and not any(world.has_reward for world in self.worlds.values()) and not problems:
+            problems.append(
+                "task.metric: missing, and no environment has get_reward; expected package.module:name of a reward "
+                "function"
+            )
+        refuse([*problems, *self._name_problems(config)])
+        self._metric = as_one(metrics, config) if metrics else None
+        turns = self.worlds and all(world.has_turn_rewards for world in self.worlds.values())
+        self.reward_sets = ("outcome", "turn") if turns else ("outcome",)
+        program = EnvironmentProgram(config, self.worlds, self.beside, self._judge)
+        parts = OwnTask(program, _unused, (), main_metric="score")
+        super().__init__(parts, config, seed, key="task.{}".format, name="", rewards={}, extra_arguments=False)
+        self.absent_features = frozenset({"penalties", "parse_failures"})
+
+    def _name_problems(self, config: EnvironmentConfig) -> list[str]:
+        """Return problems of names of tools: twice in one prompt, or options about one that nobody has."""
+        problems = []
+        for world in self.worlds.values() or [None]:
+            sources = [*self.beside, *([world] if world is not None else [])]
+            names = [name for source in sources for name in source.names]
+            problems += [f"task.tools: two tools have the name {n}" for n in set(names) if names.count(n) > 1]
+        known = merged([*self.beside, *self.worlds.values()])
+        named = () if config.tools_stateless == "all" else config.tools_stateless
+        problems += [
+            f"task.tools_stateless: got {name}, the tools are {', '.join(known) or 'none'}"
+            for name in named
+            if name not in known
+        ]
+        return problems
+
+    @override
+    def mini(self, split: str) -> Sequence[Example]:
+        first, count = ROWS[split]
+        rows: list[dict[str, Any]] = [{"seed": first + n} for n in range(self.config.data.items_of(split) or count)]
+        world = self.worlds.get("")
+        if world is not None and world.row_problem(rows[0]):  # its episodes have no seeds
+            rows = [{} for _ in rows]
+        return [self._example("task.data", Row(f"record {n}", row), f"{split}-{n}") for n, row in enumerate(rows)]
+
+    @override
+    def _example(self, key: str, row: Row, number: str) -> Example:
+        fields = dict(row.values) if isinstance(row.values, Mapping) else {}
+        world = self.worlds.get("") or self.worlds.get(str(fields.get("environment")))
+        if world is None and self.worlds:
+            names = ", ".join(self.worlds)
+            raise DataError(
+                f"{key}: {row.where}: environment is {fields.get('environment')!r}, expected one of {names}"
+            )
+        if world is not None and (problem := world.row_problem(columns(fields, self.worlds))):
+            raise DataError(f"{key}: {row.where}: {problem}")
+        if problem := _prompt_problem(fields.get("prompt", "")):
+            raise DataError(f"{key}: {row.where}: {problem}")
+        return Example(id=record_id(fields, "id", otherwise=number), inputs=fields, metadata=fields)
+
+    async def _judge(self, example: Example, played: Played) -> Score:
+        """Return the outcome: the environment's reward and those of the reward functions, summed as in TRL."""
+        score = Score(reward=0.0)
+        if self._metric is not None:
+            score = await self._metric(dict(example.metadata), played)
+        own = played.reward
+        if own is None and not played.rewarded:
+            raise RewardFailure("no reward: neither the environment nor a reward function has given one")
+        total = score.reward + (own or 0.0)
+        numbers = {
+            "turns": float(played.turns),
+            "tool_calls": float(played.tool_calls),
+            "tool_errors": float(played.tool_errors),
+            "answered": float(played.ended == "answer"),
+            "cut_short": float(played.ended in ("turns", "context")),
+        }
+        parts = dict(score.parts)
+        if own is not None:
+            parts["environment"] = own
+        return Score(
+            reward=total, metrics={**score.metrics, **numbers, "score": total}, parts=parts, feedback=score.feedback
+        )
+
+    async def score(self, example: Example, prediction: Played, path: Sequence[Call], reward_set: str) -> Score:
+        """Return the outcome; the set `turn` adds the rewards of turns, that of the last one to the outcome."""
+        score = prediction.score
+        if reward_set != "turn":
+            return score
+        rewards = [reward or 0.0 for reward in prediction.turn_rewards]
+        earlier = {call.id: reward for call, reward in zip(path[:-1], rewards, strict=False)}
+        adds_up = all(world.turns_add_up for world in self.worlds.values())
+        last = -sum(earlier.values()) if adds_up else rewards[len(path) - 1]
+        return Score(
+            reward=score.reward + last,
+            metrics=score.metrics,
+            parts=score.parts,
+            feedback=score.feedback,
+            turn_rewards=earlier,
+        )
+
+    @override
+    def describe(self) -> Mapping[str, object]:
+        given = self.config.environment
+        named = dict(given) if isinstance(given, Mapping) else given
+        facts = {"environment": named, "tools": list(self.config.tools), "metric": ", ".join(paths_of(self.config))}
+        return {**super().describe(), **{name: display_name(str(v)) for name, v in facts.items() if v}}
+
+    @override
+    def close(self) -> None:
+        for source in (*self.worlds.values(), *self.beside):
+            source.close()
+
+
+def _unused(example: Example, prediction: object) -> float:
+    raise NotImplementedError  # `EnvironmentTask.score` scores
+
+
+def _prompt_problem(given: object) -> str:
+    """Return what is wrong with a record's prompt; empty if nothing is."""
+    if isinstance(given, str):
+        return ""
+    whole = isinstance(given, Sequence) and bool(given) and all(isinstance(part, Mapping) for part in given)
+    if whole and all({"role", "content"} <= part.keys() for part in given):  # type: ignore[attr-defined]
+        if all(isinstance(part["content"], str) for part in given):  # type: ignore[attr-defined]
+            return ""
+        return "prompt has a message whose content is no text; mmrl's models read text alone"
+    return f"prompt is {given!r:.60}, expected a text, or messages with role and content"
