@@ -439,8 +439,8 @@ class PluginTaskConfig(
     AnyAgentConfig,
     EnvironmentConfig,
 ):
-    """A task of a plugin that registers no schema: every key of the built-in tasks that read data files, any of which it
-    may read."""
+    """A task of a plugin that registers no schema: every key of the built-in tasks, any of which it may read, but for
+    those whose data are generated."""
 
 
 # The three data sets share a program, and the two reasoners their keys; what differs is in conf/task.

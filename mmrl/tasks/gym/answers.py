@@ -24,7 +24,8 @@ EVALUATING = frozenset(
 LONGEST, LARGEST = 2_000, 1e15
 """Characters of an answer, and size of its numbers."""
 _EXPONENT = re.compile(r"-?\(?(\w{1,3}|\d?\.\d{1,3}|\w{1,2} / \w{1,2})\)?")
-_FUNCTIONS = frozenset("sin cos tan cot sec csc asin acos atan sinh cosh tanh exp log ln sqrt Abs".split())
+_FUNCTIONS = {"sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "sinh", "cosh", "tanh"}
+_FUNCTIONS |= {"exp", "log", "ln", "sqrt", "Abs"}
 _PARTS = (
     *(ast.Expression, ast.Name, ast.Load, ast.Constant, ast.List, ast.Tuple, ast.UnaryOp, ast.USub, ast.UAdd),
     *(ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.Call),

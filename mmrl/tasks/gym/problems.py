@@ -149,7 +149,8 @@ class ReasoningGymTask(Task, PromptedTask):
         answer = example.metadata["answer"]
         if answer is None:
             return []
-        return [Demonstration(MODULE, self.program.question(example), f"<answer>{answer}</answer>")]
+        written, messages = f"<answer>{answer}</answer>", self.program.question(example)
+        return [Demonstration(module=MODULE, messages=messages, completion=written)]
 
     @override
     def describe(self) -> Mapping[str, object]:
