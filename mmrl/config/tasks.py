@@ -82,6 +82,11 @@ class GeneratedConfig(DataConfig):
         """Return the number of examples of a split."""
         return {"train": self.train_items, "dev": self.dev_items, "test": self.test_items}[split]
 
+    def seeds_of(self, split: str) -> range:
+        """Return the seeds of a split, one for each example; empty where there is no such split."""
+        first = SPLITS.index(split) * 10**9
+        return range(first, first + self.items_of(split) * (self.source_of(split) is not None))
+
 
 class JudgeEndpointConfig(EndpointConfig):
     """A language model that judges."""
@@ -401,6 +406,29 @@ class ReasoningGymConfig(TaskConfig):
     )
 
 
+class TextArenaConfig(TaskConfig):
+    """Games of the package textarena, one of whose players learns."""
+
+    data: GeneratedConfig = GeneratedConfig()
+    game: str | None = Field(None, description="one of its games, by name (GuessTheNumber-v0)")
+    params: dict[str, Any] = Field({}, description="its parameters, by name: task.params.max_turns=5")
+    players: int | None = Field(None, ge=1, le=15, description="null: the fewest that the game takes")
+    opponent: Literal["random", "policy"] | None = Field(
+        None,
+        description="the other players: random legal moves, where the game lists them (null), or the policy, whose "
+        "calls as `opponent` are left out of the loss",
+    )
+    max_turns: int = Field(
+        50, ge=1, description="moves of the player who learns; one more, and the game has no outcome"
+    )
+    action_timeout_s: float = Field(60.0, gt=0, description="longest time of the game for one move")
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """Modules that act with the policy and are left out of the loss."""
+        return ("opponent",) if self.opponent == "policy" else ()
+
+
 class EnvironmentConfig(MetricsConfig):
     """An environment that others wrote, whose tools the model calls (`task=environment`)."""
 
@@ -459,6 +487,7 @@ TASK_SCHEMAS: dict[str, type[TaskConfig]] = {
     "dspy": DspyProgramConfig,
     "agent": AnyAgentConfig,
     "reasoning_gym": ReasoningGymConfig,
+    "textarena": TextArenaConfig,
     "environment": EnvironmentConfig,
 }
 """Plug point: `task.name` -> schema, `PluginTaskConfig` where a name has none. A task's values are in `conf/task/`."""

@@ -16,6 +16,7 @@ from mmrl.tasks.dspy.own import ImportedTask
 from mmrl.tasks.dspy.papillon import PapillonTask
 from mmrl.tasks.environments.task import EnvironmentTask
 from mmrl.tasks.gateway.task import AgentTask
+from mmrl.tasks.gym.games import TextArenaTask
 from mmrl.tasks.gym.problems import ReasoningGymTask
 from mmrl.tasks.search_program import MultihopQaTask
 
@@ -34,6 +35,7 @@ TASKS: dict[str, Callable[..., Task]] = {
     "dspy": ImportedTask,
     "agent": AgentTask,
     "reasoning_gym": ReasoningGymTask,
+    "textarena": TextArenaTask,
     "environment": EnvironmentTask,
 }
 """`task.name` -> factory `(config, run seed) -> Task`; the config is of the task's own schema (`TASK_SCHEMAS`)."""

@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 import typing
 from collections.abc import Mapping
 from typing import Any
@@ -61,7 +62,8 @@ def _checked(name: str, params: Mapping[str, Any], key: str) -> dict[str, Any]:
             continue
         kind = kinds[param]
         if typing.get_origin(kind) is tuple and len(typing.get_args(kind)) == 1:
-            kind = tuple[typing.get_args(kind)[0], ...]  # the package writes tuple[str] and means any number
+            # the package writes tuple[str] and means any number of them
+            kind = types.GenericAlias(tuple, (*typing.get_args(kind), ...))
         try:
             values[param] = TypeAdapter(kind).validate_python(value)
         except ValidationError as error:

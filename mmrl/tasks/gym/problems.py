@@ -19,15 +19,14 @@ from mmrl.config.tasks import ReasoningGymConfig
 from mmrl.errors import ConfigError, RewardFailure, gathered, refuse
 from mmrl.records import Call, Example
 from mmrl.system.user_code import call_scorer
-from mmrl.tasks.base import Context, Demonstration, Score, Task
+from mmrl.tasks.base import Context, Demonstration, Program, Score, Task
 from mmrl.tasks.gym.answers import EVALUATING, harmless
 from mmrl.tasks.gym.generate import Entry, build, entries
 from mmrl.tasks.prompts import QUESTION, PromptedTask, Prompts, Shot, Template, load_prompts, prompts_file, shot_of
 
 MODULE = "solver"
-SEEDS = {"dev": 1_000_000_000, "test": 2_000_000_000, "train": 0}
-"""Split -> seed of its first problem: the package makes problem i of seed + i. In the order in which questions are
-taken: those of dev are in no other split."""
+TAKEN = ("dev", "test", "train")
+"""Splits in the order in which they take questions: one of dev is in no other split."""
 VERIFIER_S = 30.0
 """Time limit of the verifier of one answer."""
 
@@ -58,6 +57,8 @@ class ReasoningGymTask(Task, PromptedTask):
         ConfigError: the package is missing; an unknown data set or parameter; bad prompts; all at once.
     """
 
+    # Untyped, as in `OpenQaTask`.
+    program: Any
     reward_sets = ("outcome",)
     main_metric = "accuracy"
     tools: Mapping[str, Any] = {}
@@ -82,15 +83,15 @@ class ReasoningGymTask(Task, PromptedTask):
             file = config.prompts and str(prompts_file(config.prompts, config.name))
             self.all_prompts = load_prompts(templates, file)
         with gathered(problems):
-            self.verifier = build(config.dataset, config.params, SEEDS["dev"], config.data.dev_items)
+            self.verifier = build(config.dataset, config.params, 0, config.data.dev_items)
         refuse(problems)
         self._examples = self._made(config.dataset, config)
         self.program = self.make_program(self.all_prompts)
 
     def _made(self, dataset: str, config: ReasoningGymConfig) -> dict[str, list[Example]]:
-        splits = {
-            split: (seed, config.data.items_of(split)) for split, seed in SEEDS.items() if config.data.source_of(split)
-        }
+        # The package makes problem i by seed + i.
+        seeds = {split: config.data.seeds_of(split) for split in TAKEN}
+        splits = {split: (numbers[0], len(numbers)) for split, numbers in seeds.items() if numbers}
         asked: set[str] = set()
         examples: dict[str, list[Example]] = {split: [] for split in SPLITS}
         for split, made in entries(type(self.verifier).__module__, dataset, config.params, splits).items():
@@ -109,7 +110,7 @@ class ReasoningGymTask(Task, PromptedTask):
         return examples
 
     @override
-    def make_program(self, prompts: Prompts) -> Solver:
+    def make_program(self, prompts: Prompts) -> Program:
         return Solver(prompts)
 
     @override
