@@ -423,6 +423,9 @@ class TextArenaConfig(TaskConfig):
     )
     action_timeout_s: float = Field(60.0, gt=0, description="longest time of the game for one move")
 
+    frozen_key: ClassVar[str] = "task.opponent"
+    """The option that leaves modules out of the loss."""
+
     @property
     def frozen(self) -> tuple[str, ...]:
         """Modules that act with the policy and are left out of the loss."""
