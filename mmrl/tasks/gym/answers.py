@@ -25,7 +25,7 @@ LONGEST, LARGEST = 2_000, 1e15
 """Characters of an answer, and size of its numbers."""
 _EXPONENT = re.compile(r"-?\(?(\w{1,3}|\d?\.\d{1,3}|\w{1,2} / \w{1,2})\)?")
 _FUNCTIONS = {"sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "sinh", "cosh", "tanh"}
-_FUNCTIONS |= {"exp", "log", "ln", "sqrt", "Abs"}
+_FUNCTIONS |= {"exp", "log", "ln", "sqrt", "Abs", "Integral"}
 _PARTS = (
     *(ast.Expression, ast.Name, ast.Load, ast.Constant, ast.List, ast.Tuple, ast.UnaryOp, ast.USub, ast.UAdd),
     *(ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.Call),
@@ -53,7 +53,7 @@ def _harmless(node: ast.AST) -> bool:
         case ast.BinOp() | ast.Call() if any(map(_is_value, ast.walk(node))):
             return False
         case ast.Call(func=func, args=arguments, keywords=keywords):
-            return isinstance(func, ast.Name) and func.id in _FUNCTIONS and len(arguments) == 1 and not keywords
+            return isinstance(func, ast.Name) and func.id in _FUNCTIONS and len(arguments) <= 2 and not keywords
         # a tower of powers, or a product in an exponent, has more digits than there is memory
         case ast.BinOp(op=ast.Pow(), left=base, right=exponent):
             tower = any(isinstance(part, ast.Pow) for part in ast.walk(base))
