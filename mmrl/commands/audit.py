@@ -158,7 +158,7 @@ def _of_task(rows: Sequence[RlRunConfig], keys: AuditKeys, task: Task) -> list[s
     if not getattr(rows[0].task, "deterministic", True):
         found.append(
             "task.deterministic: got false, and an audit plays an agent again with the replies of a rollout; expected "
-            "an agent that then makes the same requests"
+            "an agent, or an environment, in which all is the same then"
         )
     answered = rows[0].engine.endpoints or {}
     if answered:
