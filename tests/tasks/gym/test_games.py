@@ -14,7 +14,7 @@ from mmrl.rollout import plans
 from mmrl.tasks import TASKS
 from mmrl.tasks.gym.sessions import GameSession, legal_moves
 from tests.helpers.lines import refused
-from tests.helpers.programs import FakeEngine, default_config, environment, forest_of, play
+from tests.helpers.programs import FakeEngine, Script, default_config, environment, forest_of, play
 
 ta = pytest.importorskip("textarena", reason="the extra gym is not installed")
 
@@ -141,9 +141,8 @@ def test_forks_play_the_same_game(game):
     for rollout in forest.rollouts:
         path = forest.path(rollout)
         # alone, without a fork
-        again = iter([call.text for call in path])
         example = next(e for e in task.examples("train") if e.id == rollout.example)
-        alone = forest_of(environment(task, FakeEngine(lambda request, again=again: next(again))), [example])
+        alone = forest_of(environment(task, Script(answer=None, texts=[call.text for call in path])), [example])
         assert [c.prompt_ids for c in alone.path(alone.rollouts[0])] == [c.prompt_ids for c in path]
         assert alone.rollouts[0].reward == rollout.reward
 
