@@ -9,7 +9,7 @@ import random
 import re
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from typing_extensions import override
@@ -29,7 +29,6 @@ from mmrl.errors import (
 from mmrl.system.user_code import Worker, as_number, user_failure
 from mmrl.tasks.environments.base import Observation, Session, Source
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 MOVE = "move"
@@ -58,8 +57,8 @@ class GameSource(Source):
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             self._refuse_unknown()
             self.players = config.players or self._fewest()
-            texts = [self._first_observation(seed) for seed in (0, 1, 0)]
-        if texts[0] != texts[2]:
+            texts = [self._first_observation() for _ in range(2)]
+        if texts[0] != texts[1]:
             raise ConfigError(
                 f"task.game: {self.game} does not repeat itself from a seed, as forks and replays have to"
             )
@@ -97,25 +96,26 @@ class GameSource(Source):
         """Return the smallest number of players: a game says how many it takes by refusing to begin."""
         import textarena
 
-        why = ""
+        reasons = []
         for players in range(1, MOST_PLAYERS + 1):
             self.players = players
             try:
                 game = GameSession(self).begin(0)
             except Exception as error:
-                why = why or _reason(error)
+                reasons.append(_reason(error))
                 continue
             # Some do not look at the number.
             if players > 1 or isinstance(game.state, textarena.SinglePlayerState):
                 return players
         key = "task.params" if self.params else "task.game"
+        why = next((reason for reason in reasons if "player" not in reason.lower()), reasons[0])
         raise ConfigError(f"{key}: {self.game} cannot begin with these parameters: {why}")
 
-    def _first_observation(self, seed: int) -> str:
+    def _first_observation(self) -> str:
         import textarena
 
         try:
-            game = GameSession(self).begin(seed)
+            game = GameSession(self).begin(0)
             _, text = game.get_observation()
         except Exception as error:
             raise ConfigError(f"task.players: {self.game} cannot begin with {self.players}: {_reason(error)}") from None
