@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Annotated, Any, ClassVar, Generic, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Generic, Self, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -18,6 +18,8 @@ from mmrl.secrets import holder, secret_name, user_in_address
 SPLITS = ("train", "dev", "test")
 MINI = "mini"
 """Name of the embedded mini world, instead of a file or hub id."""
+GENERATED: Final = "generated"
+"""Name of what another package makes by seeds, likewise."""
 LEAST_TEMPERATURE = 0.01
 """Lowest temperature above 0: logits divided by much less overflow, and such samples are the greedy ones."""
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny, model_validator
 
 from mmrl.config.algo import FACTOR
-from mmrl.config.base import MINI, SPLITS, Idle, Section, Sources, by_name, no_lookalike
+from mmrl.config.base import GENERATED, MINI, SPLITS, Idle, Section, Sources, by_name, no_lookalike
 from mmrl.config.endpoint import EndpointConfig, omitted
 from mmrl.config.retriever import RETRIEVER_SCHEMAS, Bm25Config, RetrieverConfig
 
@@ -56,6 +56,36 @@ class DataConfig(Section):
     def items_of(self, split: str) -> int | None:
         """Return the number of examples of a split that are used; None: all."""
         return {"train": self.train_items, "dev": self.dev_items, "test": self.test_items}[split]
+
+
+class GeneratedConfig(DataConfig):
+    """Examples that another package makes by seeds: the same in every run, and no two splits share one."""
+
+    train: Literal["generated"] | None = Field(GENERATED, description="null: no such split")
+    dev: Literal["generated"] | None = Field(GENERATED, description="as train")
+    test: Literal["generated"] | None = Field(GENERATED, description="as train")
+    train_items: int = Field(1000, ge=1, le=10**8, description="how many are made")
+    dev_items: int = Field(100, ge=1, le=10**8, description="the same of dev")
+    test_items: int = Field(100, ge=1, le=10**8, description="the same of test")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _all_mini(cls, raw: object) -> object:
+        return raw  # no split is the mini world's
+
+    @property
+    def files(self) -> dict[str, str]:
+        """No split has any."""
+        return {}
+
+    def items_of(self, split: str) -> int:
+        """Return the number of examples of a split."""
+        return {"train": self.train_items, "dev": self.dev_items, "test": self.test_items}[split]
+
+    def seeds_of(self, split: str) -> range:
+        """Return the seeds of a split, one for each example; empty where there is no such split."""
+        first = SPLITS.index(split) * 10**9
+        return range(first, first + self.items_of(split) * (self.source_of(split) is not None))
 
 
 class JudgeEndpointConfig(EndpointConfig):
@@ -365,6 +395,43 @@ class AnyAgentConfig(MetricsConfig):
     )
 
 
+class ReasoningGymConfig(TaskConfig):
+    """Generated problems of the package reasoning-gym."""
+
+    data: GeneratedConfig = GeneratedConfig()
+    dataset: str | None = Field(None, description="one of its data sets, by name (chain_sum)")
+    params: dict[str, Any] = Field({}, description="its parameters, by name: task.params.max_terms=3")
+    style: Literal["default", "DeepSeekZero", "simple", "direct", "chain_of_draft"] = Field(
+        "default", description="which of the package's system messages; direct: without reasoning"
+    )
+
+
+class TextArenaConfig(TaskConfig):
+    """Games of the package textarena, one of whose players learns."""
+
+    data: GeneratedConfig = GeneratedConfig()
+    game: str | None = Field(None, description="one of its games, by name (GuessTheNumber-v0)")
+    params: dict[str, Any] = Field({}, description="its parameters, by name: task.params.max_turns=5")
+    players: int | None = Field(None, ge=1, le=15, description="null: the fewest that the game takes")
+    opponent: Literal["random", "policy"] | None = Field(
+        None,
+        description="the other players: random legal moves, where the game lists them (null), or the policy, whose "
+        "calls as `opponent` are left out of the loss",
+    )
+    max_turns: int = Field(
+        50, ge=1, description="moves of the player who learns; one more, and the game has no outcome"
+    )
+    action_timeout_s: float = Field(60.0, gt=0, description="longest time of the game for one move")
+
+    frozen_key: ClassVar[str] = "task.opponent"
+    """The option that leaves modules out of the loss."""
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """Modules that act with the policy and are left out of the loss."""
+        return ("opponent",) if self.opponent == "policy" else ()
+
+
 class EnvironmentConfig(MetricsConfig):
     """An environment that others wrote, whose tools the model calls (`task=environment`)."""
 
@@ -403,7 +470,8 @@ class PluginTaskConfig(
     AnyAgentConfig,
     EnvironmentConfig,
 ):
-    """A task of a plugin that registers no schema: every key of the built-in tasks, any of which it may read."""
+    """A task of a plugin that registers no schema: every key of the built-in tasks, any of which it may read, but for
+    those whose data are generated."""
 
 
 # The three data sets share a program, and the two reasoners their keys; what differs is in conf/task.
@@ -421,6 +489,8 @@ TASK_SCHEMAS: dict[str, type[TaskConfig]] = {
     "hover": HoverConfig,
     "dspy": DspyProgramConfig,
     "agent": AnyAgentConfig,
+    "reasoning_gym": ReasoningGymConfig,
+    "textarena": TextArenaConfig,
     "environment": EnvironmentConfig,
 }
 """Plug point: `task.name` -> schema, `PluginTaskConfig` where a name has none. A task's values are in `conf/task/`."""

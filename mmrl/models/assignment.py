@@ -29,7 +29,8 @@ class ModuleAssignment:
         algo: `algo.*`, which may freeze modules too.
         modules: the program's, in order.
         answered: those that an endpoint answers for (`engine.endpoints`).
-        unlearning: those that the task leaves out of the loss (`task.frozen`).
+        unlearning: those that the task leaves out of the loss.
+        unlearning_key: the option of the task that does.
     """
 
     model: ModelConfig
@@ -38,6 +39,7 @@ class ModuleAssignment:
     answered: Mapping[str, str] = field(default_factory=dict)
     """Module -> name of the endpoint's model."""
     unlearning: Collection[str] = ()
+    unlearning_key: str = "task.frozen"
 
     @cached_property
     def adapters(self) -> Mapping[str, str]:
@@ -143,7 +145,7 @@ class ModuleAssignment:
             return
         first = self.frozen[0]
         key = f"engine.endpoints.{first}" if first in self.answered else f"model.modules.{first}.frozen"
-        key = "task.frozen" if first in self.unlearning else key
+        key = self.unlearning_key if first in self.unlearning else key
         if self.algo.values_rollouts:
             yield (
                 f"{key}: the critic of {self.algo.name} values whole rollouts and would not learn the part of "

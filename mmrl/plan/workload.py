@@ -196,9 +196,9 @@ def _is_at(fork: Fork, module: str, turn: int, index: int) -> bool:
 
 
 def frozen_modules(config: RlRunConfig) -> list[str]:
-    """Return the modules that are not trained: by the config, or since an endpoint answers for them."""
+    """Return the modules that are not trained: by the config or the task, or since an endpoint answers for them."""
     frozen = [module for module, settings in (config.model.modules or {}).items() if settings.frozen]
-    return [*frozen, *(config.engine.endpoints or ())]
+    return [*frozen, *(config.engine.endpoints or ()), *getattr(config.task, "frozen", ())]
 
 
 def path_load(size: Lengths, paths: float) -> Load:

@@ -242,8 +242,8 @@ class Overview:
         sources = self.get("task.data", {}) or {}
         splits = (*(() if self.evaluates else ("train",)), str(self.split))
         # The sentence that must not be missing: invented data, no public score.
-        mini = [split for split in splits if sources.get(split) == "mini"]
-        # A task of the user's own makes its data without a source, and says so.
+        mini = [split for split in splits if sources.get(split) in ("mini", "generated")]
+        # A task that makes its data without a source says so.
         stated = str((self.summary.get("facts") or {}).get("data", "mini world"))
         if mini and "mini world" not in stated:
             sentences.append(f"Data: {stated}.")

@@ -113,6 +113,7 @@ def module_assignment(config: WeightRunConfig, modules: Sequence[str]) -> Module
         modules=tuple(modules),
         answered=answered,
         unlearning=getattr(config.task, "frozen", ()),
+        unlearning_key=getattr(config.task, "frozen_key", "task.frozen"),
     )
 
 

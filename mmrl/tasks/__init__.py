@@ -16,6 +16,8 @@ from mmrl.tasks.dspy.own import ImportedTask
 from mmrl.tasks.dspy.papillon import PapillonTask
 from mmrl.tasks.environments.task import EnvironmentTask
 from mmrl.tasks.gateway.task import AgentTask
+from mmrl.tasks.gym.games import TextArenaTask
+from mmrl.tasks.gym.problems import ReasoningGymTask
 from mmrl.tasks.search_program import MultihopQaTask
 
 TASKS: dict[str, Callable[..., Task]] = {
@@ -32,6 +34,8 @@ TASKS: dict[str, Callable[..., Task]] = {
     "hover": HoverTask,
     "dspy": ImportedTask,
     "agent": AgentTask,
+    "reasoning_gym": ReasoningGymTask,
+    "textarena": TextArenaTask,
     "environment": EnvironmentTask,
 }
 """`task.name` -> factory `(config, run seed) -> Task`; the config is of the task's own schema (`TASK_SCHEMAS`)."""

@@ -103,6 +103,8 @@ RUNS = (
     f"rl algo=grpo {AGENT} {PAIRS} task.rules=[{{pattern: title, reply: a}},{{pattern: question, module: one}}]",
     "rl algo=grpo task=environment task.environment=tests.helpers.worlds:Counter model.path=tiny_agent "
     f"{METRICS} {PAIRS}",
+    f"rl algo=grpo task=reasoning_gym task.dataset=chain_sum {PAIRS}",
+    f"rl algo=grpo task=textarena task.game=TicTacToe-v0 task.opponent=policy task.max_turns=2 {PAIRS}",
     "sft algo=sft task=qa_direct from=FIRST model.lora={} model.modules={}",
     "sft algo=sft task=papillon algo.source=rollouts algo.rollouts=1 algo.min_reward=0 "
     f"task.external={{{ENDPOINT}, temperature: 0.5}}",

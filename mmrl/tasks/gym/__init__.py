@@ -1,0 +1,1 @@
+"""Problems and games of other packages (extra `gym`): generated problems of reasoning-gym, games of textarena."""
