@@ -370,14 +370,32 @@ class EnvironmentConfig(MetricsConfig):
 
     environment: str | dict[str, str] | None = Field(
         None,
-        description="package.module:Class, in the form of TRL's environment_factory; or a mapping name -> one, by the "
-        "column `environment`; null: the tools alone",
+        description="package.module:Class, in the form of TRL's environment_factory; openenv:URL or openenv:package; "
+        "or a mapping name -> one, by the column `environment`; null: the tools alone",
     )
-    tools: tuple[str, ...] = Field((), description="further tools: package.module:function")
+    environment_python: str | None = Field(
+        None, description="interpreter of the server of openenv:package, where that has packages of its own"
+    )
+    step_rewards: Literal["last", "sum"] = Field(
+        "last",
+        description="reward of an OpenEnv episode: of the last step that had one, or of all, each of which is its "
+        "turn's too",
+    )
+    tools: tuple[str, ...] = Field(
+        (), description="further tools: package.module:function, mcp:COMMAND or mcp:http(s)://…, whose tools they are"
+    )
     tools_stateless: tuple[str, ...] | Literal["all"] = Field(
         (),
         description="tools that a rollout which goes on from another one does not use again: their recorded results "
         "stand; all: each",
+    )
+    tools_shared: bool = Field(
+        False,
+        description="one session of each MCP server for all rollouts; those that go on from others need "
+        "stateless tools then",
+    )
+    once: tuple[str, ...] = Field(
+        (), description="tools that must not be used twice for one rollout: no algorithm that plays it again"
     )
     tool_errors: Literal["observe", "fail"] = Field(
         "observe", description="a tool that raises: the model reads the error, or the rollout fails"
