@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import shlex
 import shutil
@@ -27,7 +28,7 @@ from mmrl.tasks.environments.schema import function_schema
 
 if TYPE_CHECKING:
     from mcp import Client
-    from mcp_types import CallToolResult
+    from mcp.types import CallToolResult
 
 OPEN_S, CLOSE_S = 60.0, 10.0
 """Longest waits for a session to begin and to end."""
@@ -66,6 +67,8 @@ class McpSource(Source):
                     f"{key}: got 'mcp:{where}', expected mcp:http(s)://…, or mcp: and a command line whose program is "
                     "here"
                 )
+        # It logs a traceback for each line on stdout that is no message; what matters is raised.
+        logging.getLogger("mcp").setLevel(logging.CRITICAL)
         self.where, self.is_shared = where, shared
         # A newer server knows no sessions, but for clients that begin one as the older protocol does.
         self.modes: Sequence[str] = ("auto",) if self._words else ("legacy", "auto")
@@ -188,7 +191,7 @@ class Connection:
             ToolFailure: the session is lost.
         """
         from mcp import MCPError
-        from mcp_types import CONNECTION_CLOSED
+        from mcp.types import CONNECTION_CLOSED
 
         client = await self._client
         try:
