@@ -157,8 +157,8 @@ def _of_task(rows: Sequence[RlRunConfig], keys: AuditKeys, task: Task) -> list[s
     if (available := len(task.examples("train"))) < keys.examples:
         found.append(f"examples: got {keys.examples}, the train split has {available}")
     found += [
-        f"{setting}, and an audit plays an agent again with the replies of a rollout; expected an agent that then "
-        "makes the same requests"
+        f"{setting}, and an audit plays an agent again with the replies of a rollout; expected an agent, or an "
+        "environment, in which all is the same then"
         for setting in unrepeatable(rows[0].task, task)
     ]
     answered = rows[0].engine.endpoints or {}

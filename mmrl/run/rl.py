@@ -120,7 +120,7 @@ def staleness_problems(config: RlRunConfig) -> list[str]:
 
 
 def replay_problems(config: RlRunConfig, task: Task) -> list[str]:
-    """Return the sentences for an algorithm that plays an agent again, which cannot be."""
+    """Return the sentences for an algorithm that plays rollouts again, which here do not repeat themselves."""
     if not (settings := unrepeatable(config.task, task)):
         return []
     trees = ALGORITHMS[config.algo.name].plan(config.algo, task.program.modules, (config.seed, 0, ""))
@@ -128,8 +128,8 @@ def replay_problems(config: RlRunConfig, task: Task) -> list[str]:
         return []
     return [
         f"{setting}, and algo={config.algo.name} plays an agent again with the replies of an "
-        "earlier rollout, which must make the same requests then; use an algorithm without forks, such as grpo or "
-        "mmgrpo, or an agent that depends only on its example and on what it is told"
+        "earlier rollout, in which all must be the same then; use an algorithm without forks, such as grpo or mmgrpo, "
+        "or an agent, or an environment, that depends only on its example and on what it is told"
         for setting in settings
     ]
 

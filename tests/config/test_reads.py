@@ -101,6 +101,7 @@ RUNS = (
     "rl algo=ppo task=search_agent algo.loss_mean=constant",
     "rl algo=mt_ppo task=search_agent algo.loss_mean=constant",
     f"rl algo=grpo {AGENT} {PAIRS} task.rules=[{{pattern: title, reply: a}},{{pattern: question, module: one}}]",
+    f"rl algo=grpo task=environment task.environment=tests.helpers.worlds:Counter model.path=tiny_agent {METRICS} {PAIRS}",
     "sft algo=sft task=qa_direct from=FIRST model.lora={} model.modules={}",
     "sft algo=sft task=papillon algo.source=rollouts algo.rollouts=1 algo.min_reward=0 "
     f"task.external={{{ENDPOINT}, temperature: 0.5}}",
@@ -164,6 +165,8 @@ HELD = {
     "algo.c3 max_leaves": "tests/algorithms/test_c3.py::test_a_plan_of_too_many_leaves_is_refused",
     "task.agent deterministic": "tests/run/test_agents.py::"
     "test_algorithms_that_play_an_agent_again_refuse_one_that_differs_each_time",
+    "task.environment deterministic": "tests/run/test_agents.py::"
+    "test_algorithms_that_play_an_agent_again_refuse_one_that_differs_each_time",
     # read where a run that has started from another is continued
     "* start.*": "tests/run/test_start.py::test_a_run_goes_on_where_the_one_that_it_started_from_was_extended",
     # of data that the mini world is not, or of replies that its models seldom write
@@ -171,6 +174,11 @@ HELD = {
     "task.hover claim_hops": "tests/tasks/test_hover.py::test_claims_without_a_corpus_or_of_other_hops_are_refused",
     "task.papillon sample": "tests/tasks/test_papillon.py::test_the_papers_rows_in_file_order",
     "task.search_agent em_needs_format": "tests/tasks/test_search_agent.py::test_reward_options",
+    "task.environment tool_errors": "tests/tasks/environments/test_classes.py::"
+    "test_errors_of_tools_may_fail_the_rollout",
+    "task.environment max_turns": "tests/tasks/environments/test_classes.py::test_the_last_turn_acts_still",
+    "task.environment max_observation": "tests/tasks/environments/test_classes.py::"
+    "test_long_observations_are_cut_with_a_mark",
     # handed on as a whole
     "engine.openai endpoint.*": "tests/engines/test_endpoint.py::test_the_engines_endpoint_has_all_its_settings",
 }

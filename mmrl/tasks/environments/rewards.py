@@ -13,7 +13,7 @@ from mmrl.tasks.base import Score
 from mmrl.tasks.dspy.own import refusing_signature, scored
 from mmrl.tasks.environments.program import Played
 
-BATCH = ("prompts", "completions", "completion_ids")
+BATCH = frozenset({"prompts", "completions", "completion_ids", "environments"})
 """Arguments by which a reward function of TRL is known: lists, here of one episode each."""
 
 
@@ -57,7 +57,7 @@ class EpisodeMetric:
     def of_batches(self) -> bool:
         """True in TRL's form."""
         names, extra = _parameters(self.function)
-        return bool(names & set(BATCH)) or (extra and not names)
+        return bool(names & BATCH) or (extra and refusing_signature(self.function, None, None) is not None)
 
     def problem(self) -> str | None:
         """Return a sentence if it cannot be called."""
