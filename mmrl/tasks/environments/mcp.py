@@ -70,8 +70,8 @@ class McpSource(Source):
         # It logs a traceback for each line on stdout that is no message; what matters is raised.
         logging.getLogger("mcp").setLevel(logging.CRITICAL)
         self.where, self.is_shared = where, shared
-        # A newer server knows no sessions, but for clients that begin one as the older protocol does.
-        self.modes: Sequence[str] = ("auto",) if self._words else ("legacy", "auto")
+        # Since 2026-07-28 the protocol knows no sessions; servers still have them for who begins one.
+        self.modes: Sequence[str] = ("legacy", "auto")
         self._shared: Connection | None = None
         self._opening = asyncio.Lock()
         try:
@@ -163,7 +163,7 @@ class Connection:
         except (Exception, BaseExceptionGroup) as error:
             raise self._failure(f"did not begin a session: {_innermost(error)}") from None
         finally:
-            if not self._client.done() or self._client.exception() is not None:
+            if not self._client.done() or self._client.cancelled() or self._client.exception() is not None:
                 await self.end()
 
     async def end(self) -> None:
@@ -214,7 +214,9 @@ class Connection:
             async with Client(self._source.transport(self._log), mode=self._mode) as client:
                 self._client.set_result(client)
                 await self._end.wait()
-        except BaseException as error:
+        except asyncio.CancelledError:
+            self._client.cancel()
+        except (Exception, BaseExceptionGroup) as error:
             if not self._client.done():
                 self._client.set_exception(error)
 

@@ -112,10 +112,10 @@ def test_each_steps_reward_may_be_its_turns(url: str) -> None:
     task = served(f"{url}/counter", step_rewards="sum")
     twice = tool_call("step", step=1) + tool_call("step", step=2)
     calls = (twice, tool_call("step", step=0), tool_call("step", step=5))
-    rollout, path = one(task, actions(*calls), examples=task.examples("train")[3:4], reward_set="turn")
+    rollout, path = one(task, actions(*calls), examples=task.examples("train")[3:4], reward_set="turn", max_tokens=128)
     assert [call.turn_reward for call in path] == pytest.approx([1.3, 0.0, None])
     assert rollout.reward == pytest.approx(0.5), "of the last turn; with the others' 1.8 in all"
-    rollout, _ = one(task, actions(*calls), examples=task.examples("train")[3:4])
+    rollout, _ = one(task, actions(*calls), examples=task.examples("train")[3:4], max_tokens=128)
     assert rollout.reward == pytest.approx(1.8)
     assert served(f"{url}/counter").reward_sets == ("outcome",)
 
