@@ -98,6 +98,7 @@ class OpenEnvSource(Source):
         self._url = where.rstrip("/")
         self._starting = threading.Lock()
         self._sessions = self._ended = 0
+        """Sessions that there are, or that are being opened; and those that have ended."""
         self._waiting: list[asyncio.Future[None]] = []
         """Rollouts that wait for the end of another one's session."""
         self._process = None if "://" in where else self._server(where, python or sys.executable)
@@ -121,13 +122,17 @@ class OpenEnvSource(Source):
         await in_thread(self._start)
         while True:
             ended = self._ended
+            self._sessions += 1
             try:
-                session = await Job(self._connected(), io_loop()).awaited()
-                self._sessions += 1
-                return session
+                return await Job(self._connected(), io_loop()).awaited()
             except Refusal as refusal:
-                if not self._sessions and ended == self._ended:
+                self._sessions -= 1
+                if ended == self._ended and not self._sessions:
+                    self._wake()  # who finds the same out
                     raise ToolFailure(f"{self.key}: {refusal}, and none of them is mmrl's") from None
+            except BaseException:
+                self.left()
+                raise
             if ended == self._ended:
                 await self._end_of_another(ctx)
 
