@@ -2,7 +2,7 @@
 
 So many rollouts at once, each with a session of its own, use a tool that does nothing: of a class, of an MCP server and
 of an OpenEnv server. Of the servers it is the difference to the same calls by a client alone, without threads, tape and
-time limits.
+time limits. Seconds are of this process's CPU, which other load of the machine leaves as they are.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +40,15 @@ from scripts.bench.common import Bar, Measured
 from scripts.bench.gateway import Scripted
 
 OPTIONS = {"instances": "64", "calls": "20"}
-TURNS = 3
+TURNS = 2
 """Measurements of each, of which the fastest counts."""
 
 
 class World:
     """An environment whose tool does nothing."""
 
-    def reset(self, **columns: Any) -> None: ...
+    def reset(self, **columns: Any) -> None:
+        """Begin an episode."""
 
     def step(self, number: int) -> str:
         """
@@ -59,27 +60,25 @@ class World:
         return "done"
 
     def get_reward(self) -> float:
+        """Return what it was worth."""
         return 0.0
 
 
 def played(source: Source, instances: int, calls: int) -> float:
     """Seconds of so many rollouts at once, which do nothing but use the tool."""
-    times: list[float] = []
+    clock = Clock(instances)
     config = EnvironmentConfig(name="environment", environment=register("bench_world", World))
     task: Any = TASKS["environment"](config, 0)
 
     async def program(example: Any, ctx: Any) -> int:
         episode = Episode(ctx, {}, source, {"step": source}, lambda name: False, 60.0)
         await episode.reset()  # opens the session, which is none of a call's costs
-        await together()
-        started = time.perf_counter()
-        for number in range(calls):
-            assert "done" in (await episode.act("step", {"number": number})).text
-        times.append(time.perf_counter() - started)
+        async with clock:
+            for number in range(calls):
+                assert "done" in (await episode.act("step", {"number": number})).text
         await episode.close()
         return 1
 
-    together = _barrier(instances)
     task.program, task.score = FunctionProgram(program, ("agent",)), lambda *arguments: Score(reward=1.0)
     tokenizer = load_tokenizer(ModelConfig(name="tiny", path="tiny"))
     settings = SamplingSettings(temperature=1.0, top_p=1.0, top_k=0, parse_retries=0, max_tokens=8)
@@ -88,64 +87,57 @@ def played(source: Source, instances: int, calls: int) -> float:
     forest = asyncio.run(sample(env, [(example, independent(1)) for example in examples], "outcome"))
     if failed := [rollout.error_message for rollout in forest.rollouts if rollout.error]:
         raise SystemExit(failed[0])
-    return max(times)
+    return clock.seconds
 
 
-def _barrier(count: int) -> Callable[[], Awaitable[None]]:
-    """A function that returns once it has been awaited so many times."""
-    waiting = 0
-    all_there = asyncio.Event()
+class Clock:
+    """Seconds of the CPU from when all of `count` users have entered until the last has left."""
 
-    async def wait() -> None:
-        nonlocal waiting
-        waiting += 1
-        if waiting == count:
-            all_there.set()
-        await all_there.wait()
+    def __init__(self, count: int):
+        self.missing, self.all_there = count, asyncio.Event()
+        self.started = self.seconds = 0.0
 
-    return wait
+    async def __aenter__(self) -> None:
+        self.missing -= 1
+        if not self.missing:
+            self.started = time.process_time()
+            self.all_there.set()
+        await self.all_there.wait()
+
+    async def __aexit__(self, *error: object) -> None:
+        self.seconds = time.process_time() - self.started
 
 
-def bare(
-    session: Callable[[int, Callable[[], Awaitable[None]]], Awaitable[float]], instances: int, calls: int
-) -> float:
+Sessions = Callable[[str, int, Clock], Coroutine[Any, Any, None]]
+"""Address, calls and clock -> a session that makes the calls."""
+
+
+async def by_mcp(url: str, calls: int, clock: Clock) -> None:
+    """A session of an MCP client."""
+    async with Client(url, mode="legacy") as client:
+        await client.call_tool("step", {"number": 0})
+        async with clock:
+            for number in range(calls):
+                await client.call_tool("step", {"number": number})
+
+
+async def by_websocket(url: str, calls: int, clock: Clock) -> None:
+    """A session of an OpenEnv server."""
+    async with connect(f"{url.replace('http', 'ws', 1)}/ws", proxy=None) as socket, clock:
+        for number in range(calls):
+            await socket.send(json.dumps({"type": "step", "data": {"number": number}}))
+            json.loads(await socket.recv())
+
+
+def alone(session: Sessions, url: str, instances: int, calls: int) -> float:
     """Seconds of the same calls by clients alone."""
 
     async def together() -> float:
-        wait = _barrier(instances)
-        return max(await asyncio.gather(*(session(calls, wait) for _ in range(instances))))
+        clock = Clock(instances)
+        await asyncio.gather(*(session(url, calls, clock) for _ in range(instances)))
+        return clock.seconds
 
     return asyncio.run(together())
-
-
-def by_mcp(url: str) -> Callable[[int, Callable[[], Awaitable[None]]], Awaitable[float]]:
-    """A session of an MCP client."""
-
-    async def session(calls: int, wait: Callable[[], Awaitable[None]]) -> float:
-        async with Client(url, mode="legacy") as client:
-            await client.call_tool("step", {"number": 0})
-            await wait()
-            started = time.perf_counter()
-            for number in range(calls):
-                await client.call_tool("step", {"number": number})
-            return time.perf_counter() - started
-
-    return session
-
-
-def by_websocket(url: str) -> Callable[[int, Callable[[], Awaitable[None]]], Awaitable[float]]:
-    """A session of an OpenEnv server."""
-
-    async def session(calls: int, wait: Callable[[], Awaitable[None]]) -> float:
-        async with connect(f"{url.replace('http', 'ws', 1)}/ws", proxy=None) as socket:
-            await wait()
-            started = time.perf_counter()
-            for number in range(calls):
-                await socket.send(json.dumps({"type": "step", "data": {"number": number}}))
-                json.loads(await socket.recv())
-            return time.perf_counter() - started
-
-    return session
 
 
 def measure(args: dict[str, str]) -> Measured:
@@ -162,15 +154,15 @@ def measure(args: dict[str, str]) -> Measured:
             try:
                 url = f"{server.url}/mcp" if kind == "mcp" else server.url
                 source = McpSource("bench", url) if kind == "mcp" else OpenEnvSource("bench", url)
-                client = by_mcp(url) if kind == "mcp" else by_websocket(url)
-                pairs = [(played(source, instances, calls), bare(client, instances, calls)) for _ in range(TURNS)]
+                client = by_mcp if kind == "mcp" else by_websocket
+                through = min(played(source, instances, calls) for _ in range(TURNS))
+                without = min(alone(client, url, instances, calls) for _ in range(TURNS))
             finally:
                 server.stop()
-            through, alone = (min(times) for times in zip(*pairs, strict=True))
             name = {"mcp": "an MCP tool", "openenv": "an OpenEnv step"}[kind]
-            added = 1000 * (through - alone) / count
+            added = 1000 * (through - without) / count
             bars += [
                 Bar(f"ms that {name} costs more, {instances} instances", added, 2.0, at_most=True, unit=""),
-                Bar(f"ms of {name} by a client alone", 1000 * alone / count, unit=""),
+                Bar(f"ms of {name} by a client alone", 1000 * without / count, unit=""),
             ]
     return bars, {"instances": instances, "calls": calls}

@@ -1,6 +1,6 @@
 """Tools of an MCP server: `mcp:COMMAND`, a process for each session, or `mcp:http://…/mcp`, a session of a server.
 
-By the `mcp` package (version 2), on the I/O loop, where nothing holds up what a server asks or says.
+By the `mcp` package (version 2), on the loop of rollouts: of two loops in one process each waits for the other's turn.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from mmrl.errors import ConfigError, ToolFailure, reason_of
 from mmrl.system.command import marked_environment
-from mmrl.system.portal import Job, io_loop
+from mmrl.system.portal import Job, rollout_loop
 from mmrl.tasks.base import Context, Message
 from mmrl.tasks.environments.base import Observation, Session, Source
 from mmrl.tasks.environments.schema import function_schema
@@ -75,7 +75,7 @@ class McpSource(Source):
         self._shared: Connection | None = None
         self._opening = asyncio.Lock()
         try:
-            self.tools = Job(self._listed(), io_loop()).ended.result()
+            self.tools = Job(self._listed(), rollout_loop()).ended.result()
         except ToolFailure as error:
             raise ConfigError(str(error)) from None
 
@@ -88,19 +88,19 @@ class McpSource(Source):
         """
         if not self.is_shared:
             connection = Connection(self, self.modes[0])
-            await Job(connection.begin(), io_loop()).awaited()
+            await connection.begin()
             return McpSession(connection, shared=False)
         async with self._opening:
             if self._shared is None or self._shared.over:
                 self._shared = Connection(self, self.modes[0])
-                await Job(self._shared.begin(), io_loop()).awaited()
+                await self._shared.begin()
             return McpSession(self._shared, shared=True)
 
     @override
     def close(self) -> None:
         shared, self._shared = self._shared, None
         if shared is not None:
-            Job(shared.end(), io_loop()).ended.result()
+            Job(shared.end(), rollout_loop()).ended.result()
 
     def transport(self, log: Any) -> Any:
         """Return what a client of the package is made with."""
@@ -129,7 +129,7 @@ class McpSource(Source):
 
 
 class Connection:
-    """A session of a server's, in the I/O loop; begun and ended by one task, as the package's scopes must be.
+    """A session of a server's; begun and ended by one task, as the package's scopes must be.
 
     Args:
         source: whose session it is.
@@ -139,7 +139,7 @@ class Connection:
     def __init__(self, source: McpSource, mode: str):
         self._source, self._mode = source, mode
         self._log: Any = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed in `end`)
-        self._client: asyncio.Future[Client] = asyncio.Future(loop=io_loop())
+        self._client: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
         self._end = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -242,12 +242,12 @@ class McpSession(Session):
 
     @override
     async def act(self, name: str, arguments: Mapping[str, Any]) -> Observation:
-        return await Job(self._connection.call(name, arguments), io_loop()).awaited()
+        return await self._connection.call(name, arguments)
 
     @override
     async def close(self) -> None:
         if not self._shared:
-            await Job(self._connection.end(), io_loop()).awaited()
+            await self._connection.end()
 
 
 def _text(result: CallToolResult) -> str:
