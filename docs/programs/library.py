@@ -23,6 +23,23 @@ def records(split):
 TRAIN, DEV = records("train"), records("dev")
 
 
+def demonstrations():
+    """Conversations for a supervised start (`algo.source=file`): searches by the right titles, then the answer."""
+    from transformers.utils import get_json_schema
+
+    tools, talks = [get_json_schema(Library().search)], []
+    for example, record in zip(mini_multihop("train", stepwise=True), TRAIN, strict=True):
+        library, messages = Library(), [*record["prompt"]]
+        library.reset(**record)
+        for hop in example.metadata["hops"]:
+            call = {"type": "function", "function": {"name": "search", "arguments": {"query": hop["query"]}}}
+            found = {"role": "tool", "name": "search", "content": library.search(hop["query"])}
+            messages += [{"role": "assistant", "content": "", "tool_calls": [call]}, found]
+        messages.append({"role": "assistant", "content": record["answers"][0]})
+        talks.append({"messages": messages, "tools": tools})
+    return talks
+
+
 class Library:
     """What one reader has found. TRL's trainer runs it unchanged: it reads nothing that begins with an underscore."""
 

@@ -11,7 +11,7 @@ import re
 import secrets
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary, ref
 
 from mmrl.errors import RequestFailure
@@ -59,13 +59,28 @@ def render_observation(
     ids, renderer = tuple(context), _renderer(tokenizer)
     if isinstance(observation, str):
         return (ids[:-1] if ended else ids) + tuple(renderer.encoder.following([observation]))
-    after = renderer.render("", _turns(observation), after=True)
+    after = renderer.render("", _turns(observation), part="after")
     if not ended:
         return ids + after
     shared = renderer.overlap(ids, after)
     # Where the conversation goes on, a template may end the turn with another token than the sampled one (gpt-oss).
     other = not shared and after[:1] and after[0] in renderer.special
     return (ids[:-1] if other else ids) + after[shared:]
+
+
+def render_reply(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools = ()) -> tuple[int, ...]:
+    """Return the ids of the last message, a reply that may call tools, after the prompt of those before it.
+
+    The end of the turn is the last id.
+
+    Raises:
+        RequestFailure: the template has no such message, or writes a reply that is shown otherwise.
+    """
+    renderer = _renderer(tokenizer)
+    ids = renderer.render(_json(tools) if tools else "", _turns(messages), part="reply")
+    ends = [renderer.encoder.special[token] for token in renderer.template.ends]
+    last = next((number for number, token in enumerate(ids) if token in ends), len(ids))
+    return (*ids[:last], ids[last] if last < len(ids) else end_of_turn(tokenizer))
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -211,8 +226,10 @@ class _Renderer:
         longest = next((n for n, i in enumerate(after) if i not in self.special), len(after))
         return next((n for n in range(min(longest, len(ids)), 0, -1) if ids[-n:] == after[:n]), 0)
 
-    def render(self, tools: str, turns: tuple[_Turn, ...], after: bool = False) -> tuple[int, ...]:
-        """Return the ids of a prompt; `after`: those that follow an assistant's content, its end included."""
+    def render(
+        self, tools: str, turns: tuple[_Turn, ...], part: Literal["prompt", "after", "reply"] = "prompt"
+    ) -> tuple[int, ...]:
+        """Return the ids of a prompt; of what follows an assistant's content, its end included; of the last message."""
         # Special-looking pieces of content become <mask><number><mask>, with a private-use character that no template
         # writes, so that every special token in the rendered text is one of the template's own.
         written = set("".join([tools, *(part for _, content, extra in turns for part in (content, extra))]))
@@ -232,16 +249,17 @@ class _Renderer:
         if template.text_arguments:
             messages = [_with_text_arguments(message) for message in messages]
         try:
-            if after:
+            shown = json.loads(masked(tools)) if tools else ()
+            if part == "after":
                 text = template.after_reply(messages)
             else:
-                text = template.write(messages, json.loads(masked(tools)) if tools else ())
+                text = template.write(messages, shown) if part == "prompt" else template.reply(messages, shown)
         except Exception as error:  # a template calls what it likes
             raise RequestFailure(f"messages: the model's chat template refuses them: {first_line(error)}") from error
         parts = self.encoder.parts(text)
         for number in range(0, len(parts), 2):
             parts[number] = re.sub(f"{mask}([0-9]+){mask}", lambda match: self.markers[int(match[1])], parts[number])
-        return tuple(self.encoder.following(parts) if after else self.encoder.encode(parts))
+        return tuple(self.encoder.encode(parts) if part == "prompt" else self.encoder.following(parts))
 
 
 def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:

@@ -199,6 +199,18 @@ class Template:
         # A template cannot render from the middle of a conversation: what comes before is rendered and cut off.
         return self.write([USER, {"role": "assistant", "content": REPLY}, *messages]).partition(REPLY)[2]
 
+    def reply(self, messages: Messages, tools: Tools = ()) -> str:
+        """Return the text of the last message, the model's, as it follows the prompt of those before it.
+
+        Raises:
+            Exception: the template's own.
+            ValueError: it does not write it there.
+        """
+        prompt, whole = self.write(messages[:-1], tools), self.write(messages, tools, prompt=False)
+        if not whole.startswith(prompt):
+            raise ValueError("it writes a reply that is shown otherwise than one that follows a prompt")
+        return whole[len(prompt) :]
+
     def _closing(self, tail: str) -> str:
         """Return what closes a tool call, of the text after its last argument in a conversation that it ends."""
         tokens = [match.start() for match in self._special.finditer(tail)]

@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING
 from mmrl import rng
 from mmrl.config import SftRunConfig
 from mmrl.credit.entries import Entry
-from mmrl.errors import CheckpointError, ConfigError, DataError
+from mmrl.errors import CheckpointError, ConfigError, DataError, RequestFailure
 from mmrl.models.assignment import ModuleAssignment
-from mmrl.models.chat import encode_text, end_of_turn, render_observation, render_prompt
+from mmrl.models.chat import encode_text, end_of_turn, render_observation, render_prompt, render_reply
+from mmrl.models.replies import callable_tools
 from mmrl.records import Call, Example, Forest
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
@@ -35,7 +36,7 @@ from mmrl.stages.sft_data import best_rollouts, read_examples
 from mmrl.stages.step_metrics import rollout_metrics
 from mmrl.store.journal import read_step, write_step
 from mmrl.store.policy import checkpoint_step
-from mmrl.tasks.base import Demonstration
+from mmrl.tasks.base import Conversation, Demonstration
 from mmrl.trainer.checkpoint import saved_extra
 from mmrl.trainer.objective import StepBatch, TrainCall
 
@@ -123,7 +124,16 @@ class SftStage(Stage[SftRunConfig]):
     def _demonstrated(self) -> list[tuple[str, Call]]:
         """Return the sequences of the task's demonstrations or of the file, each with its place."""
         examples = read_examples(self.config, self.task, tuple(self.assignment.untrained))
-        return [(where, encode(self.tokenizer, demonstration)) for where, demonstration in examples]
+        calls: list[tuple[str, Call]] = []
+        for where, example in examples:
+            if isinstance(example, Demonstration):
+                calls.append((where, encode(self.tokenizer, example)))
+                continue
+            try:
+                calls += [(where, call) for call in turns_of(self.tokenizer, example)]
+            except RequestFailure as error:
+                raise ConfigError(f"algo.file: {where}: {error}") from None
+        return calls
 
     def _sampled(self) -> list[tuple[str, Call]]:
         """Return the calls of the best rollouts, as they were sampled, each with its id."""
@@ -231,6 +241,24 @@ def encode(tokenizer: PreTrainedTokenizerBase, demonstration: Demonstration) -> 
         prompt_ids = render_observation(tokenizer, (*prompt_ids, *encode_text(tokenizer, completion)), observation)
     completion_ids = (*encode_text(tokenizer, demonstration.completion), end_of_turn(tokenizer))
     return plain_call(demonstration.module, prompt_ids, completion_ids)
+
+
+def turns_of(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> Iterator[Call]:
+    """Yield a call for each reply of a conversation with tools, in the growing context of a rollout.
+
+    Raises:
+        RequestFailure: the chat template does not write it.
+    """
+    messages, tools = conversation.messages, callable_tools(tokenizer, conversation.tools)
+    replies = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    prompt = messages[: replies[0]]
+    context = render_prompt(tokenizer, prompt, tools)
+    for number, following in zip(replies, [*replies[1:], None], strict=True):
+        completion = render_reply(tokenizer, [*prompt, messages[number]], tools)
+        yield plain_call(conversation.module, context, completion)
+        if following is not None:
+            added = messages[number + 1 : following]
+            context = render_observation(tokenizer, (*context, *completion), added, ended=True)
 
 
 def plain_call(module: str, prompt_ids: tuple[int, ...], completion_ids: tuple[int, ...]) -> Call:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, Json, ValidationError, field_validator
 
 from mmrl import rng
 from mmrl.config import SftRunConfig
@@ -16,17 +16,40 @@ from mmrl.config.base import reasons
 from mmrl.config.sft import SftConfig
 from mmrl.errors import ConfigError, DataError, unknown
 from mmrl.records import Forest, Rollout
-from mmrl.tasks.base import Demonstrating, Demonstration, FieldProgram, Message, Task
+from mmrl.tasks.base import Conversation, Demonstrating, Demonstration, FieldProgram, Message, Task
 from mmrl.tasks.data.rows import Row, Source
 from mmrl.trainer.settings import Settings
 
-Supervised = tuple[str, Demonstration]
-"""Origin of a demonstration, and the demonstration."""
+Supervised = tuple[str, Demonstration | Conversation]
+"""Origin of an example, and the example."""
+
+
+class _Function(BaseModel):
+    name: str
+    arguments: dict[str, Any] | Json[dict[str, Any]]
+    """As an object, or as its text, in OpenAI's way."""
+
+
+class _Called(BaseModel, extra="allow"):
+    """A call of a tool in a reply."""
+
+    type: Literal["function"] = "function"
+    function: _Function
 
 
 class _ChatMessage(BaseModel):
     role: Literal["system", "user", "assistant"]
     content: str
+
+
+class _ToolMessage(BaseModel):
+    """A message of a conversation with tools."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str = ""
+    tool_calls: list[_Called] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
 
 
 class _Chat(BaseModel, extra="forbid"):
@@ -40,6 +63,21 @@ class _Chat(BaseModel, extra="forbid"):
     def _ends(cls, messages: list[_ChatMessage]) -> list[_ChatMessage]:
         if messages[-1].role != "assistant":
             raise ValueError(f"the last one is the {messages[-1].role}'s, expected the assistant's")
+        return messages
+
+
+class _Talk(BaseModel, extra="forbid"):
+    """A record with a conversation with tools."""
+
+    module: str | None = None
+    messages: list[_ToolMessage] = Field(min_length=2)
+    tools: list[dict[str, Any]] = Field(min_length=1)
+
+    @field_validator("messages")
+    @classmethod
+    def _ends(cls, messages: list[_ToolMessage]) -> list[_ToolMessage]:
+        if messages[-1].role != "assistant" or messages[0].role == "assistant":
+            raise ValueError("expected a prompt first, and the assistant's last")
         return messages
 
 
@@ -139,8 +177,8 @@ def read_file(config: SftRunConfig, task: Task) -> list[Supervised]:
     return examples
 
 
-def _example(row: Row, task: Task, shared: bool) -> Demonstration:
-    """Convert a record to a demonstration; `shared`: True if a chat may name no module.
+def _example(row: Row, task: Task, shared: bool) -> Demonstration | Conversation:
+    """Convert a record to an example; `shared`: True if a chat may name no module.
 
     Raises:
         ConfigError: what is wrong with it, without its place.
@@ -151,18 +189,35 @@ def _example(row: Row, task: Task, shared: bool) -> Demonstration:
         for key, value in (row.values if isinstance(row.values, Mapping) else {}).items()
         if value is not None
     }
-    kind = _Chat if "messages" in fields else _Fields
+    kind = _Fields if "messages" not in fields else _Talk if "tools" in fields else _Chat
     try:
         parsed = kind.model_validate(fields)
     except ValidationError as error:
         raise ConfigError(reasons(error)) from None
-    module = _module(parsed.module, task, shared and isinstance(parsed, _Chat))
+    module = _module(parsed.module, task, shared and not isinstance(parsed, _Fields))
+    if isinstance(parsed, _Talk):
+        return Conversation(module=module, messages=_named(parsed.messages), tools=parsed.tools)
     if isinstance(parsed, _Chat):
         messages: list[Message] = [{"role": m.role, "content": m.content} for m in parsed.messages]
         return Demonstration(module=module, messages=messages[:-1], completion=messages[-1]["content"])
     if not isinstance(task.program, FieldProgram):
         raise ConfigError(f"inputs, outputs: task={task.name} is no DSPy program, so fields say nothing; use messages")
     return task.program.demonstration(module, parsed.inputs, parsed.outputs)
+
+
+def _named(messages: Sequence[_ToolMessage]) -> list[Message]:
+    """Return messages, with the name of its function in each tool result, which some templates write."""
+    called: list[str] = []
+    found: list[Message] = []
+    for message in messages:
+        fields = message.model_dump(exclude_none=True)
+        if message.role == "assistant":
+            called = [call.function.name for call in message.tool_calls or ()]
+        elif message.role == "tool" and called:
+            name = called.pop(0)
+            fields.setdefault("name", name)
+        found.append(fields)
+    return found
 
 
 def _module(name: str | None, task: Task, optional: bool) -> str:

@@ -256,6 +256,16 @@ class Demonstration:
     """Earlier turns of the same context, in order: a completion, and what was added after it. Seen, never trained."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """Supervised example of an agent with tools: every reply is trained, after the very tokens of those before it."""
+
+    module: str
+    messages: Sequence[Message]
+    """The last one is a reply."""
+    tools: Sequence[Message]
+
+
 @runtime_checkable
 class Demonstrating(Protocol):
     """A task that makes supervised examples itself, for `algo=sft` (the built-in ones: `mmrl.tasks.mini.teach`)."""

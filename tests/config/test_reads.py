@@ -101,7 +101,8 @@ RUNS = (
     "rl algo=ppo task=search_agent algo.loss_mean=constant",
     "rl algo=mt_ppo task=search_agent algo.loss_mean=constant",
     f"rl algo=grpo {AGENT} {PAIRS} task.rules=[{{pattern: title, reply: a}},{{pattern: question, module: one}}]",
-    f"rl algo=grpo task=environment task.environment=tests.helpers.worlds:Counter model.path=tiny_agent {METRICS} {PAIRS}",
+    "rl algo=grpo task=environment task.environment=tests.helpers.worlds:Counter model.path=tiny_agent "
+    f"{METRICS} {PAIRS}",
     "sft algo=sft task=qa_direct from=FIRST model.lora={} model.modules={}",
     "sft algo=sft task=papillon algo.source=rollouts algo.rollouts=1 algo.min_reward=0 "
     f"task.external={{{ENDPOINT}, temperature: 0.5}}",

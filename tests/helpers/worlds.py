@@ -9,7 +9,7 @@ import sqlite3
 import sys
 import threading
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 from mmrl.config import DataConfig
 from mmrl.config.tasks import EnvironmentConfig
@@ -22,7 +22,7 @@ ROWS = [{"id": f"r{n}", "prompt": [{"role": "user", "content": "Count."}], "targ
 class Counter:
     """Counts towards a target; owns its reward."""
 
-    made: list[Counter] = []
+    made: ClassVar[list[Counter]] = []
 
     def __init__(self) -> None:
         self.count = 0

@@ -54,12 +54,13 @@ def test_its_curve_is_the_loss(tmp_path):
 
 def test_a_mini_world_task_and_labelled_rows_make_demonstrations(tmp_path):
     task = make_dspy("banking77")
-    (first, *_) = read_examples(config_of(), task)
-    assert first[1].module == "classify.predict" and "[[ ## label ## ]]" in first[1].completion
+    first: Any = read_examples(config_of(), task)[0][1]
+    assert first.module == "classify.predict" and "[[ ## label ## ]]" in first.completion
     rows = tmp_path / "rows.csv"
     rows.write_text("text,category\nwhere is my card,card_arrival\nis it open,hours\n", encoding="utf-8")
     labelled = make_dspy("banking77", data={"train": str(rows)})
-    completions = [demonstration.completion for _, demonstration in read_examples(config_of(), labelled)]
+    found: Any = read_examples(config_of(), labelled)
+    completions = [demonstration.completion for _, demonstration in found]
     assert completions[0].split("\n")[4] == "card_arrival" and "hours" in completions[1]
 
 

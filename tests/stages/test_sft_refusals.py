@@ -49,6 +49,12 @@ def test_what_one_process_cannot_do_is_refused():
         ({"messages": [MINE, MINE]}, "the last one is the user's"),
         ({"messages": [{"role": "tool", "content": "x"}, MINE]}, "messages.0.role: Input should be 'system'"),
         ({"messages": [{"role": "user", "content": [1]}, MINE]}, "messages.0.content: Input should be a valid string"),
+        ({**CHAT, "tools": []}, "tools: List should have at least 1 item"),
+        ({"messages": [MINE, MINE], "tools": [{}]}, "expected a prompt first, and the assistant's last"),
+        (
+            {"messages": [MINE, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}], "tools": [{}]},
+            "function.arguments",
+        ),
         ({"inputs": {}, "outputs": {}}, "module: missing, expected one of a, b"),
         ({"inputs": {}, "outputs": {}, "module": "a"}, "is no DSPy program"),
     ],
