@@ -102,7 +102,9 @@ def panels(audits: Mapping[tuple[str, str], Audit], draw: Any, label: str, title
             axes.set_yticks(range(len(rows)), rows)
             axes.set(ylim=(len(rows) - 0.4, -0.6), title=program, xlabel=label)
             axes.grid(False)
-        handles = [matplotlib.lines.Line2D([], [], marker="o", linestyle="", color=LINES[n]) for n in range(len(STATES))]
+        handles = [
+            matplotlib.lines.Line2D([], [], marker="o", linestyle="", color=LINES[n]) for n in range(len(STATES))
+        ]
         figure.legend(handles, list(STATES.values()), loc="outside lower center", ncols=2, frameon=False)
         return written(canvas, title)
 

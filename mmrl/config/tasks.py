@@ -407,6 +407,30 @@ class EnvironmentConfig(MetricsConfig):
         True,
         description="with the same record and actions it gives the same; false: no algorithm that plays it again",
     )
+    idle: ClassVar[list[Idle[Any]]] = [
+        Idle(
+            "environment_python",
+            lambda task: all("://" in path for path in task.openenv_places),
+            "without task.environment=openenv:package",
+        ),
+        Idle("step_rewards", lambda task: not task.openenv_places, "without task.environment=openenv:…"),
+        Idle(
+            "tools_shared",
+            lambda task: not any(path.startswith("mcp:") for path in task.tools),
+            "without task.tools=[mcp:…]",
+        ),
+    ]
+
+    @property
+    def worlds(self) -> Mapping[str, str]:
+        """Name, empty where there is one -> the environment."""
+        given = self.environment
+        return given if isinstance(given, Mapping) else {} if given is None else {"": given}
+
+    @property
+    def openenv_places(self) -> list[str]:
+        """Addresses and packages of environments of OpenEnv."""
+        return [path.removeprefix("openenv:") for path in self.worlds.values() if path.startswith("openenv:")]
 
 
 # Several bases give it all keys without a copy.

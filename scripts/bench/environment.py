@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,11 @@ def alone(session: Sessions, url: str, instances: int, calls: int) -> float:
     return asyncio.run(together())
 
 
+def command(kind: str, port: int) -> list[str]:
+    """The command line of a server."""
+    return [sys.executable, "-m", "scripts.bench.tool_servers", kind, str(port)]
+
+
 def measure(args: dict[str, str]) -> Measured:
     """Measure the calls of a class, an MCP server and an OpenEnv server."""
     instances, calls = int(args["instances"]), int(args["calls"])
@@ -148,8 +154,7 @@ def measure(args: dict[str, str]) -> Measured:
     bars = [Bar(f"ms of a class's tool, {instances} instances", 1000 * in_class / count, 2.0, at_most=True, unit="")]
     with tempfile.TemporaryDirectory() as folder:
         for kind in ("mcp", "openenv"):
-            words = [sys.executable, "-m", "scripts.bench.tool_servers", kind]
-            server = ChildProcess(lambda port, words=words: [*words, str(port)], log=Path(folder) / kind, timeout_s=120)
+            server = ChildProcess(partial(command, kind), log=Path(folder) / kind, timeout_s=120)
             server.start()
             try:
                 url = f"{server.url}/mcp" if kind == "mcp" else server.url

@@ -13,12 +13,17 @@ counts: dict[str | None, int] = {}
 """By session; a process is one."""
 
 
+def note(call: str) -> None:
+    """Write a call into a file, where a test has named one."""
+    if path := os.environ.get("MMRL_TEST_CALLS"):
+        with open(path, "a") as file:
+            file.write(f"{call}\n")
+
+
 @server.tool()
 def add(step: int, ctx: Context[Any, Any]) -> int:
     """Adds to the counter of this session."""
-    if path := os.environ.get("MMRL_TEST_CALLS"):
-        with open(path, "a") as file:
-            file.write(f"add {step}\n")
+    note("add")
     key = (ctx.headers or {}).get("mcp-session-id")
     counts[key] = counts.get(key, 0) + step
     return counts[key]
@@ -33,6 +38,7 @@ def fail(text: str) -> str:
 @server.tool()
 async def wait(seconds: float) -> str:
     """Waits."""
+    note("wait")
     await asyncio.sleep(seconds)
     return "waited"
 

@@ -34,15 +34,13 @@ class EnvironmentTask(RecordTask):
 
     def __init__(self, config: EnvironmentConfig, seed: int):
         problems: list[str] = []
-        given = config.environment if isinstance(config.environment, Mapping) else {"": config.environment}
         self.worlds: dict[str, Source] = {}
         self.beside: list[Source] = []
         metrics: dict[str, Callable[..., Any]] = {}
-        for name, path in given.items():
+        for name, path in config.worlds.items():
             key = f"task.environment.{name}" if name else "task.environment"
-            if path is not None:
-                with gathered(problems):
-                    self.worlds[name] = self._world(config, key, path)
+            with gathered(problems):
+                self.worlds[name] = self._world(config, key, path)
         for path in config.tools:
             with gathered(problems):
                 mcp = path.startswith("mcp:")

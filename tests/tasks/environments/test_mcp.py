@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from mmrl.config.tasks import EnvironmentConfig
 from mmrl.errors import ConfigError
 from mmrl.rollout.plans import independent
 from mmrl.system.child_process import free_port
@@ -125,7 +126,7 @@ def test_tools_stand_beside_an_environment() -> None:
 class Looking(Counter):
     """Without a tool that the server has too."""
 
-    add = None  # type: ignore[assignment]
+    add = None
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -139,16 +140,18 @@ def test_a_server_that_ends_fails_its_rollouts_and_is_started_again(shared: bool
     assert len(running()) == before
 
 
-def test_a_server_that_is_killed_while_it_works_fails_its_rollout() -> None:
-    task, before = served(), len(running())
+def test_a_server_that_is_killed_while_it_works_fails_its_rollout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = served()
 
     def kill() -> None:
-        while len(running()) == before:
+        while not (tmp_path / "calls").exists():
             time.sleep(0.1)
-        time.sleep(3.0)
         for process in running():
             process.kill()
 
+    monkeypatch.setenv("MMRL_TEST_CALLS", str(tmp_path / "calls"))
     threading.Thread(target=kill).start()
     rollout, _ = one(task, actions(tool_call("wait", seconds=60)))
     assert rollout.error == "tool" and "has closed the connection during wait" in rollout.error_message
@@ -203,13 +206,18 @@ def test_64_at_once(url: str) -> None:
     assert [rollout.reward for rollout in forest.rollouts] == [4.0] * 64
 
 
-def test_settings_by_which_nothing_can_be_played_again() -> None:
-    assert served().unrepeatable == []
-    assert served(tools_shared=True).unrepeatable == [
+def test_settings_by_which_nothing_can_be_played_again(url: str) -> None:
+    assert served(url).unrepeatable == []
+    assert served(url, tools_shared=True).unrepeatable == [
         "task.tools_shared: got true, and add, fail, wait, die, key may have state"
     ]
-    assert served(tools_shared=True, tools_stateless="all").unrepeatable == []
-    assert served(once=("die", "key"), tools_stateless=("key",)).unrepeatable == ["task.once: got die"]
+    assert served(url, tools_shared=True, tools_stateless="all").unrepeatable == []
+    task = served(url, once=("die", "key"), tools_stateless=("key",))
+    assert task.unrepeatable == ["task.once: got die"]
+    sections = {"name": "environment", "environment": "a:B", "metric": "a:b"}
+    for key, value in (("tools_shared", True), ("step_rewards", "sum"), ("environment_python", "python")):
+        with pytest.raises(ValueError, match=f"{key}: got .* has no effect without task"):
+            EnvironmentConfig(**sections, **{key: value})
 
 
 def refusal(tool: str, **options: Any) -> str:

@@ -16,7 +16,6 @@ from mmrl.rollout.plans import independent
 from mmrl.system.child_process import ChildProcess
 from mmrl.system.portal import Job, rollout_loop
 from mmrl.tasks.base import Context
-from mmrl.tasks.environments import openenv
 from tests.helpers.gateway import Scripted, one, rolled_out, tokenizer
 from tests.helpers.openenv import PYTHON, needs_openenv, written
 from tests.helpers.servers import Scripted as Page
@@ -192,5 +191,5 @@ def test_what_is_no_server_of_openenv_is_refused(monkeypatch: pytest.MonkeyPatch
     assert "no package of that name" in said and "pip install" in said
     assert 'Attribute "app" not found' in refusal("openenv:json", environment_python=PYTHON)
     assert "cannot run /no/python" in refusal("openenv:json", environment_python="/no/python")
-    monkeypatch.setattr(openenv.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "pip install 'mmrl[openenv]'" in refusal("openenv:http://127.0.0.1:1")
