@@ -29,7 +29,7 @@ Audit = Mapping[str, Any]
 
 
 def reached(program: str) -> dict[str, list[tuple[str, float]]]:
-    """Table of docs/comparison.md -> what each row reached on a program after training; tables differ in their steps."""
+    """Table of docs/comparison.md -> what each row reached on a program; tables differ in their steps."""
     found: dict[str, list[tuple[str, float]]] = {}
     column, table = 0, ""
     for line in (DOCS / "comparison.md").read_text(encoding="utf-8").splitlines():
@@ -142,15 +142,19 @@ def foretold(audits: Mapping[tuple[str, str], Audit]) -> tuple[str, list[str]]:
             xs = [float((aligned(audit, row) or {})["mean"]) for row, _ in known]
             pairs.append((program, known, xs))
             rank = spearman(xs, [value for _, value in known])
-            lines.append(f"| {program} | {name} | {len(known)} | {rank:.2f} |")
+            said = "" if rank is None else f"{rank:.2f}"
+            lines.append(f"| {program} | {name} | {len(known)} | {said} |")
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(3.4 * len(pairs), 3.4), layout="constrained")
         canvas = FigureCanvasSVG(figure)
         for number, (program, known, xs) in enumerate(pairs):
             axes: Axes = figure.add_subplot(1, len(pairs), number + 1)
-            for x, (row, value) in zip(xs, known, strict=True):
+            for place, (x, (row, value)) in enumerate(sorted(zip(xs, known, strict=True))):
                 axes.plot(x, value, "o", color=LINES[0], markersize=5)
-                axes.annotate(row, (x, value), xytext=(4, 3), textcoords="offset points", fontsize=7, color=INK)
+                # In turn above and below: neighbours may lie on each other.
+                offset = (3, 3 if place % 2 else -9)
+                axes.annotate(row, (x, value), xytext=offset, textcoords="offset points", fontsize=7, color=INK)
+            axes.margins(x=0.25, y=0.15)
             axes.set(title=program, xlabel="alignment, untrained", ylabel="reached after training")
         return written(canvas, "Alignment of the untrained policy and what each algorithm reached"), lines
 

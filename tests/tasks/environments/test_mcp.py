@@ -214,10 +214,10 @@ def test_settings_by_which_nothing_can_be_played_again(url: str) -> None:
     assert served(url, tools_shared=True, tools_stateless="all").unrepeatable == []
     task = served(url, once=("die", "key"), tools_stateless=("key",))
     assert task.unrepeatable == ["task.once: got die"]
-    sections = {"name": "environment", "environment": "a:B", "metric": "a:b"}
+    sections: dict[str, Any] = {"name": "environment", "environment": "a:B", "metric": "a:b"}
     for key, value in (("tools_shared", True), ("step_rewards", "sum"), ("environment_python", "python")):
         with pytest.raises(ValueError, match=f"{key}: got .* has no effect without task"):
-            EnvironmentConfig(**sections, **{key: value})
+            EnvironmentConfig(**sections | {key: value})
 
 
 def refusal(tool: str, **options: Any) -> str:
