@@ -108,9 +108,9 @@ class OpenEnvSource(Source):
             self._start()
             action = self._action()
             self.lists_tools, self.tools = Job(self._listed(action), io_loop()).ended.result()
-        except (EngineFailure, HttpFailure, ToolFailure) as error:
+        except (HttpFailure, ToolFailure) as error:
             self.close()
-            raise ConfigError(f"{key}: openenv:{where}: {error}") from None
+            raise ConfigError(f"{key}: openenv:{where}: {str(error).removeprefix(f'{key}: ')}") from None
 
     @override
     async def open(self, ctx: Context) -> Session:
@@ -119,7 +119,8 @@ class OpenEnvSource(Source):
         Raises:
             ToolFailure: the server does not answer, or others have all of its sessions.
         """
-        await in_thread(self._start)
+        if self._process is not None:
+            await in_thread(self._start)
         while True:
             ended = self._ended
             self._sessions += 1
@@ -140,7 +141,6 @@ class OpenEnvSource(Source):
     def close(self) -> None:
         if self._process is not None:
             self._process.stop()
-            self._process.log.unlink(missing_ok=True)
 
     def left(self) -> None:
         """Note the end of a session."""
@@ -180,11 +180,10 @@ class OpenEnvSource(Source):
                 f"{self.key}: openenv:{name}: {python} finds no package of that name; install it there, such as with "
                 f"pip install git+https://huggingface.co/spaces/openenv/{name}"
             )
-        log, path = tempfile.mkstemp(prefix="mmrl-openenv-", suffix=".log")
-        os.close(log)
+        self._folder = tempfile.TemporaryDirectory(prefix="mmrl-openenv-")  # until this source, or the process, ends
         return ChildProcess(
             lambda port: [python, "-m", "uvicorn", f"{found}:app", "--host", "127.0.0.1", "--port", str(port)],
-            log=Path(path),
+            log=Path(self._folder.name) / "server.log",
             timeout_s=START_S,
             env={"MAX_CONCURRENT_ENVS": os.environ.get("MAX_CONCURRENT_ENVS", SESSIONS)},
         )
@@ -196,7 +195,7 @@ class OpenEnvSource(Source):
                 try:
                     self._process.start()
                 except EngineFailure as error:
-                    raise ToolFailure(str(error)) from None
+                    raise ToolFailure(f"{self.key}: {error}") from None
                 self._url = self._process.url
 
     def _action(self) -> Mapping[str, Any]:
@@ -249,11 +248,15 @@ class OpenEnvSource(Source):
             # Of no type that it knows: whatever it says, there is a session, and no code of the environment's ran.
             await session.ask("hello", {})
         except Refusal as refusal:
-            if refusal.code != "UNKNOWN_TYPE":
-                await socket.close()
-                if refusal.code == _FULL:
-                    raise
-                raise ToolFailure(f"{address}: {refusal}") from None
+            if refusal.code == "UNKNOWN_TYPE":
+                return session
+            socket.transport.abort()
+            if refusal.code == _FULL:
+                raise
+            raise ToolFailure(f"{address}: {refusal}") from None
+        except BaseException:  # whoever wanted it has run out of time
+            socket.transport.abort()
+            raise
         return session
 
 
