@@ -1,7 +1,7 @@
 """OpenEnv servers for tests, run by an interpreter that has `openenv`: its own example, and two environments of ours.
 
 `openenv` needs versions of packages that mmrl's environment cannot have (mcp<2): $MMRL_OPENENV names another one's
-interpreter (`python -m venv DIR; DIR/bin/pip install openenv`); without it the tests that need one are skipped.
+interpreter (`make test-openenv` makes one); without it the tests that need one are skipped.
 """
 
 from __future__ import annotations

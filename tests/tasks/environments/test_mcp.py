@@ -75,7 +75,7 @@ def test_a_rollout_has_a_session_of_its_own(where: str) -> None:
     assert [rollout.reward for rollout in forest.rollouts] == [5.0, 5.0]
     assert forest.rollouts[0].metrics["tool_errors"] == 3
     told = "".join(engine.prompts)
-    assert "valid integer" in told and "{'error': 'Error executing tool fail'}" in told and "walk not found" in told
+    assert "valid integer" in told and "{'error': 'Error executing tool fail" in told and "walk not found" in told
     (tool, *_) = task.beside[0].tools
     assert tool["function"] == {
         "name": "add",
