@@ -175,13 +175,22 @@ class Connection:
         self._log.close()
 
     async def listed(self) -> Sequence[Message]:
-        """Return the server's tools."""
+        """Return the server's tools.
+
+        Raises:
+            ToolFailure: it has none.
+        """
         client, cursor, found = await self._client, None, list[Message]()
-        for _ in range(MOST_PAGES):
-            page = await client.list_tools(cursor=cursor)
-            found += [function_schema(tool.name, tool.description or "", tool.input_schema) for tool in page.tools]
-            if (cursor := page.next_cursor) is None:
-                break
+        try:
+            for _ in range(MOST_PAGES):
+                page = await client.list_tools(cursor=cursor)
+                found += [function_schema(tool.name, tool.description or "", tool.input_schema) for tool in page.tools]
+                if (cursor := page.next_cursor) is None:
+                    break
+        except Exception as error:  # also what it says in place of a list
+            raise self._failure(f"lists no tools: {reason_of(error)}") from None
+        if not found:
+            raise self._failure("lists no tools")
         return found
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Observation:
@@ -194,6 +203,8 @@ class Connection:
         from mcp.types import CONNECTION_CLOSED
 
         client = await self._client
+        if not isinstance(arguments, Mapping):  # a model writes what it likes
+            return Observation(text=str({"error": f"arguments: got {arguments!r:.60}, expected names"}), failed=True)
         try:
             result = await client.call_tool(name, dict(arguments))
         except MCPError as error:
@@ -202,8 +213,8 @@ class Connection:
                 await self.end()
                 raise failure from None
             return Observation(text=str({"error": str(error)}), failed=True)
-        except (TypeError, ValueError) as error:  # arguments that are no mapping
-            return Observation(text=str({"error": str(error)}), failed=True)
+        except Exception as error:  # a result that is none by the protocol, or by the tool's own schema
+            raise self._failure(f"gave no result of {name}: {reason_of(error)}") from None
         text = _text(result)
         return Observation(text=str({"error": text}) if result.is_error else text, failed=bool(result.is_error))
 

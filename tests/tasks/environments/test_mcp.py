@@ -20,6 +20,7 @@ from mmrl.config.tasks import EnvironmentConfig
 from mmrl.errors import ConfigError
 from mmrl.rollout.plans import independent
 from mmrl.system.child_process import free_port
+from mmrl.system.portal import Job, rollout_loop
 from mmrl.tasks.environments import mcp
 from tests.helpers import TOP, mcp_server
 from tests.helpers.gateway import one, rolled_out
@@ -220,6 +221,14 @@ def test_settings_by_which_nothing_can_be_played_again(url: str) -> None:
             EnvironmentConfig(**sections | {key: value})
 
 
+def test_arguments_that_are_no_names_are_an_observation(url: str) -> None:
+    source = served(url).beside[0]
+    session = Job(source.open(None), rollout_loop()).ended.result()
+    observation = Job(session.act("add", 3), rollout_loop()).ended.result()
+    assert observation.failed and "got 3, expected names" in observation.text
+    Job(session.close(), rollout_loop()).ended.result()
+
+
 def refusal(tool: str, **options: Any) -> str:
     with pytest.raises(ConfigError) as refused:
         served(tool, **options)
@@ -235,6 +244,8 @@ def test_what_is_no_server_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "did not begin a session" in refusal(url)
     assert "it said: oh no" in refusal(shlex.join([sys.executable, "-c", "raise SystemExit('oh no')"]))
     assert "did not begin a session" in refusal(shlex.join([sys.executable, "-c", "print('hello')"]))
+    without = "from mcp.server import MCPServer; MCPServer('x', log_level='CRITICAL').run()"
+    assert "lists no tools" in refusal(shlex.join([sys.executable, "-c", without]))
     assert "task.once: got walk, the tools are add, fail" in refusal(COMMAND, once=("walk",))
     monkeypatch.setattr(mcp, "OPEN_S", 1.0)
     assert "did not begin a session in 1 s" in refusal(
