@@ -169,10 +169,6 @@ class Reference:
         folder.mkdir(parents=True, exist_ok=True)
         self.files = [folder / f"block-{block:02d}.f32" for block in range(blocks)]
 
-    def done(self, block: int) -> bool:
-        """True if the block's vector is there."""
-        return self.files[block].exists()
-
     def put(self, block: int, vector: torch.Tensor) -> None:
         """Write a block's vector, (P,) float32: all of it or nothing."""
         atomic_write(self.files[block], vector.numpy().tobytes())

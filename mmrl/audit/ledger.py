@@ -27,6 +27,8 @@ class Ledger:
 
     def __init__(self, folder: Path, settings: object):
         path, stored = folder / FILE, plain(settings)
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError(f"out: {folder} is a file, expected a folder")
         if folder.exists() and not path.exists() and any(found.name != LOCK for found in folder.iterdir()):
             raise ConfigError(f"out: {folder} is not empty, and no audit; expected a new folder")
         folder.mkdir(parents=True, exist_ok=True)

@@ -72,6 +72,7 @@ class Measurement:
         now = {
             "digest": f"{rng.digest(repr(sorted(replies.items()))):032x}",
             "examples": [example for example, _ in self.plays.recorded],
+            "failed": len(self.plays.examples) * self.plays.paths - len(self.plays.recorded),
             "calls": {module: called[module] for module in self.plays.trained},
             "decisions": [
                 {"example": p.call.example, "call": p.call.id, "module": p.call.module, "path": p.path} for p in places
@@ -89,7 +90,7 @@ class Measurement:
         plays, paths = self.plays, [leaf.calls for leaf in self.plays.recorded.values()]
         batches = {
             name: len(plays.examples) * fmean(sum(planned_calls(tree, path) for tree in trees) for path in paths)
-            for name, trees in ((n, self._plan(row, plays.examples[0].id, 0)) for n, row in self._groups().items())
+            for name, trees in ((n, self._plan(self.rows[n], plays.examples[0].id, 0)) for n in self._by_plan)
         }
         # When a critic is fitted is not known before: half as many rounds again as the fewest.
         of_critic = critic.HELD_OUT + 3 * critic.PATIENCE * critic.ROUND
@@ -156,10 +157,6 @@ class Measurement:
         algo, modules = row.config.algo, row.task.program.modules
         return ALGORITHMS[algo.name].plan(algo, modules, (row.config.seed, f"audit-{number}", example))
 
-    def _groups(self) -> dict[str, RlStage]:
-        """Return the first row of each plan."""
-        return {names[0]: self.rows[names[0]] for names in self._by_plan.values()}
-
     @cached_property
     def _by_plan(self) -> dict[str, list[str]]:
         """Return the rows that can share forests, by the first of them."""
@@ -186,8 +183,7 @@ class Measurement:
             credit = self.rows[name].credit(forest)
             credits = {p.call.id: asdict(credited(credit, p.call.id)) for p in places if p.path == number}
             explained = credit.metrics.get("credit/explained_variance")
-            failed = sum(rollout.reward is None for rollout in forest.rollouts)
-            return {"calls": calls, "scored": scored, "failed": failed, "explained": explained, "credits": credits}
+            return {"calls": calls, "scored": scored, "explained": explained, "credits": credits}
 
         piece: dict[str, Any] = self.ledger.piece(f"credit {name} {number}", measured)
         return piece
@@ -216,8 +212,12 @@ class Measurement:
             )
         else:
             found = self._gradient(name, [self._forest(name, number)[0] for number in span])
-        piece = f"gradient {name} {self.plays.keys.budgets[level]} {span.start}"
-        self.ledger.piece(piece, lambda: asdict(self.reference.project(found.vector)))
+
+        def measured() -> object:
+            failed = sum(rollout.reward is None for rollout in found.forest.rollouts)
+            return {"failed": failed, **asdict(self.reference.project(found.vector))}
+
+        self.ledger.piece(f"gradient {name} {self.plays.keys.budgets[level]} {span.start}", measured)
         return found
 
     def _together(self, name: str, parts: Iterator[Part]) -> Part:

@@ -15,7 +15,6 @@ import numpy as np
 
 RESAMPLES = 1000
 Pair: TypeAlias = tuple[float, float]
-Interval: TypeAlias = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +133,7 @@ def judged(decisions: Sequence[Decision], credits: Mapping[str, Credited]) -> li
     return found
 
 
-def outcome_range(decisions: Sequence[Decision]) -> Interval:
+def outcome_range(decisions: Sequence[Decision]) -> Pair:
     """Return the lowest and the highest outcome of all samples."""
     every = [x for d in decisions for x in (*d.truth.continued, *(one for pair in d.truth.others for one in pair))]
     return min(every), max(every)
@@ -158,7 +157,7 @@ def signal(row: Sequence[Judged]) -> float | None:
     return math.fsum(abs(one.credited.push) for one in row if one.clear) / total if total else None
 
 
-Measured: TypeAlias = tuple[float | None, Interval | None]
+Measured: TypeAlias = tuple[float | None, Pair | None]
 """A number and its 95 % interval; None where it is not defined, or rarely in resamples."""
 
 
@@ -198,7 +197,7 @@ def _draws(count: int, seed: int) -> np.ndarray:
     return draws
 
 
-def _percentiles(values: Sequence[float]) -> Interval | None:
+def _percentiles(values: Sequence[float]) -> Pair | None:
     """Return the middle 95 % of resampled values; None where fewer than half of them are defined."""
     if len(values) < RESAMPLES / 2:
         return None

@@ -21,6 +21,7 @@ from mmrl.rollout.branches import Branch, Leaf, forest_of
 from mmrl.rollout.environment import Environment
 from mmrl.rollout.plans import Tree
 from mmrl.rollout.sample import play
+from mmrl.stages.collect import check_failures
 from mmrl.stages.rl import RlStage
 
 AGAIN = 3
@@ -102,38 +103,38 @@ class Plays:
         """Play on from decisions, and from other replies in their place; None where outside causes left too little."""
         env = self._environment("truth")
         example_of = {example.id: example for example in self.examples}
+        m, n = self.keys.continuations, self.keys.replies
         first: dict[object, Place] = {}
         shared = [first.setdefault(self._history(place), place) for place in places]
         continued = [
             Branch(
                 example=example_of[p.call.example],
-                path=f"{_own_path(p.call)}~q{n}",
+                path=f"{_own_path(p.call)}~q{number}",
                 tape=self.recorded[p.call.example, p.path].after(p.call.id),
             )
             for p in places
-            for n in range(self.keys.continuations)
+            for number in range(m)
         ]
         fresh = [
             Branch(
                 example=example_of[p.call.example],
-                path=f"{_own_path(p.call)}~v{n}.0",
+                path=f"{_own_path(p.call)}~v{number}.0",
                 tape=self.recorded[p.call.example, p.path].before(p.call.id),
             )
             for p in first.values()
-            for n in range(self.keys.replies)
+            for number in range(n)
         ]
         leaves = self._single(env, [*continued, *fresh])
         of_q, of_v = leaves[: len(continued)], leaves[len(continued) :]
-        positions = [p.position for p in first.values() for _ in range(self.keys.replies)]
-        # Each other reply once more: a single outcome would not tell its worth from what followed it.
+        # Each other reply, the first event behind its tape, once more: a single outcome would not tell its worth from
+        # what followed it.
         roots = [
-            replace(root, path=f"{root.path[:-2]}.1", tape=leaf.after(leaf.calls[position].id))
-            for root, leaf, position in zip(fresh, of_v, positions, strict=True)
+            replace(root, path=f"{root.path[:-2]}.1", tape=leaf.events[: len(root.tape) + 1])
+            for root, leaf in zip(fresh, of_v, strict=True)
             if leaf is not None
         ]
         twins = iter(self._single(env, roots))
         pairs = [(leaf, next(twins)) if leaf is not None else (None, None) for leaf in of_v]
-        m, n = self.keys.continuations, self.keys.replies
         others = {id(p): pairs[k * n : (k + 1) * n] for k, p in enumerate(first.values())}
         found: list[dict[str, object] | None] = []
         for k, (place, owner) in enumerate(zip(places, shared, strict=True)):
@@ -168,7 +169,8 @@ class Plays:
     def _batch(self, row: RlStage, env: Environment, roots: Sequence[Branch], number: int) -> tuple[Forest, int, int]:
         trees = asyncio.run(play(env, roots, row.reward_set))
         _refuse_divergence(leaf for leaves in trees for leaf in leaves)
-        generated = self._counted(env) + sum(call.attempts for root in roots for call in _recorded_calls(root))
+        replayed = sum(event.call.attempts for root in roots for event in root.tape if event.call is not None)
+        generated = self._counted(env) + replayed
         forest = forest_of([leaf for leaves in trees for leaf in leaves], row.task.program.modules, number + 1)
         # The trainer needs the memory that a server on the same GPU would hold.
         row.engine.sleep()
@@ -188,11 +190,9 @@ class Plays:
 
     def calls_of_truth(self, places: Sequence[Place]) -> int:
         """Estimate the calls of `truths` by those that the recorded paths have after each decision."""
-        total = 0
         owners = {self._history(place): place for place in places}
-        for place in places:
-            total += self.keys.continuations * self._following(place)
-        return total + sum(self.keys.replies * (1 + 2 * self._following(place)) for place in owners.values())
+        of_v = sum(self.keys.replies * (1 + 2 * self._following(place)) for place in owners.values())
+        return self.keys.continuations * sum(map(self._following, places)) + of_v
 
     def _following(self, place: Place) -> int:
         return len(self.recorded[place.call.example, place.path].calls) - place.position - 1
@@ -216,18 +216,18 @@ class Plays:
 
         Raises:
             ConfigError: the program does not repeat its requests.
+            TooManyFailures: more than `train.max_failed_share` failed each time: a tool or server is not there.
         """
-        leaves: list[Leaf | None] = [None] * len(roots)
-        for attempt in range(1 + AGAIN):
-            missing = [index for index, leaf in enumerate(leaves) if leaf is None]
-            suffix = f"r{attempt}" if attempt else ""
-            again = [replace(roots[index], path=roots[index].path + suffix) for index in missing]
-            played = [leaf for (leaf,) in _played(env, again, self.reward_set)]
-            _refuse_divergence(played)
-            for index, leaf in zip(missing, played, strict=True):
-                leaves[index] = leaf if leaf.rollout.reward is not None else None
+        leaves = _played(env, roots, self.reward_set)
+        for attempt in range(AGAIN):
+            missing = [index for index, leaf in enumerate(leaves) if leaf.rollout.reward is None]
+            again = [replace(roots[index], path=f"{roots[index].path}r{attempt + 1}") for index in missing]
+            for index, leaf in zip(missing, _played(env, again, self.reward_set), strict=True):
+                leaves[index] = leaf
         self._counted(env)
-        return leaves
+        limit = self.stage.config.train.max_failed_share
+        check_failures([leaf.rollout for leaf in leaves], limit, f"{env.key[-1]}, {1 + AGAIN} times")
+        return [leaf if leaf.rollout.reward is not None else None for leaf in leaves]
 
     def _counted(self, env: Environment) -> int:
         """Report what was generated in an environment since the last time; return all of it."""
@@ -250,8 +250,10 @@ class Plays:
         return None if leaf is None else self.value(leaf)
 
 
-def _played(env: Environment, roots: Sequence[Branch], reward_set: str) -> list[list[Leaf]]:
-    return asyncio.run(play(env, roots, reward_set, keeps_tapes=True)) if roots else []
+def _played(env: Environment, roots: Sequence[Branch], reward_set: str) -> list[Leaf]:
+    leaves = [leaf for (leaf,) in asyncio.run(play(env, roots, reward_set, keeps_tapes=True))] if roots else []
+    _refuse_divergence(leaves)
+    return leaves
 
 
 def _refuse_divergence(leaves: Iterable[Leaf]) -> None:
@@ -264,10 +266,6 @@ def _refuse_divergence(leaves: Iterable[Leaf]) -> None:
 def _own_path(call: Call) -> str:
     """Return a call's id within its example."""
     return call.id.removeprefix(f"{call.example}/")
-
-
-def _recorded_calls(root: Branch) -> list[Call]:
-    return [event.call for event in root.tape if event.call is not None]
 
 
 def credited(credit: Credit, call: str) -> Credited:

@@ -53,6 +53,10 @@ def result_of(
         },
         "clear_share": fmean(one.clear for one in any_row),
         "dropped": dropped,
+        "failed": {
+            "recorded paths": recorded["failed"],
+            "rollouts of the reference": keys.examples * keys.reference - sum(map(len, outcomes.values())),
+        },
         "ceiling": {
             name: _shown(numbers.over_examples(part, numbers.ceiling, seed))
             for name, part in {
@@ -126,7 +130,14 @@ def _row(
 ) -> JsonObject:
     batches = [numbers for piece, numbers in pieces.items() if piece.startswith(f"credit {name} ")]
     of_module = {module: [one for one in judged if one.module == module] for module in modules}
-    by_budget = {budget: alignment(_projections(pieces, name, budget), gram, unit) for budget in keys.budgets}
+    by_budget = {
+        budget: alignment(
+            [Projection(numbers["norm2"], tuple(numbers["products"])) for numbers in _gradients(pieces, name, budget)],
+            gram,
+            unit,
+        )
+        for budget in keys.budgets
+    }
     credits = [one.credited.credit for one in judged]
     fitted = pieces.get(f"critic {name}")
     explained = [batch["explained"] for batch in batches if batch["explained"] is not None]
@@ -143,18 +154,17 @@ def _row(
         "alignment": {str(budget): asdict(found) for budget, found in by_budget.items()},
         "calls": pieces["unit"]["batches"][name],
         "scored": fmean(batch["scored"] for batch in batches),
-        "failed": sum(batch["failed"] for batch in batches),
+        "failed": sum(numbers["failed"] for numbers in _gradients(pieces, name, keys.budgets[0])),
         "explained_variance": fmean(explained) if explained else None,
         "critic": fitted and {"calls": fitted["calls"], "explained_variance": max(fitted["explained"])},
     }
 
 
-def _projections(pieces: Mapping[str, Any], name: str, budget: int) -> list[Projection]:
+def _gradients(pieces: Mapping[str, Any], name: str, budget: int) -> list[Any]:
+    """Return the numbers of a row's gradients at a budget, in the order of their batches."""
     start = f"gradient {name} {budget} "
-    found = sorted(
-        (int(piece.removeprefix(start)), numbers) for piece, numbers in pieces.items() if piece.startswith(start)
-    )
-    return [Projection(numbers["norm2"], tuple(numbers["products"])) for _, numbers in found]
+    found = {int(piece.removeprefix(start)): numbers for piece, numbers in pieces.items() if piece.startswith(start)}
+    return [found[number] for number in sorted(found)]
 
 
 def _shown(measured: Measured) -> JsonObject:

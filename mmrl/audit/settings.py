@@ -19,7 +19,7 @@ class AuditKeys(Section):
     """What is measured, and how closely."""
 
     algo: tuple[Annotated[str, Field(pattern=r"^[\w./-]+$")], ...] = Field(min_length=1, description="the rows")
-    policy: str | None = Field(None, min_length=1, description="a training run, whose policy is audited; null: model=")
+    policy: str | None = Field(None, min_length=1, description="a training run or a checkpoint of one; null: model=")
     examples: int = Field(32, ge=2, description="of the train split, drawn by seed")
     decisions: int = Field(4, ge=1, description="calls for each example whose truth is measured, by modules alike")
     continuations: int = Field(16, ge=2, description="of each such call; half as many other replies, each twice")

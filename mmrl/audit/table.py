@@ -96,7 +96,7 @@ def notes(result: JsonObject) -> list[str]:
         found.append(f"fidelity: D is mostly noise with continuations={made}{wanted}")
     for name, row in result["rows"].items():
         if row["failed"]:
-            found.append(f"{name}: {row['failed']} rollouts of its credited batches failed from outside causes")
+            found.append(f"{name}: {row['failed']} rollouts of its batches failed from outside causes")
         if (explained := row["explained_variance"]) is not None:
             found.append(f"{name}: its critic explains {share(explained)} of the variance of the returns")
         if (fitted := row["critic"]) is not None:
@@ -104,6 +104,7 @@ def notes(result: JsonObject) -> list[str]:
                 f"{name}: its critic was fitted here, on {fitted['calls']:,} calls, until it explained "
                 f"{share(fitted['explained_variance'])} of what was held out"
             )
+    found += [f"{count} {kind} failed from outside causes" for kind, count in result["failed"].items() if count]
     if result["dropped"]:
         found.append(f"{result['dropped']} decisions were dropped: what follows them failed from outside causes")
     return found

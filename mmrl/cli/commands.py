@@ -272,7 +272,7 @@ def audit(context: typer.Context) -> None:
     \b
     Keys:
       algo=A,B               rows; A.KEY= is a setting of one of them: grpo.algo.group_size=8
-      policy=RUN_DIR         whose policy is audited; without it model=
+      policy=RUN_DIR         or a checkpoint in it: whose policy is audited; without it model=
       examples=N             32; of the train split
       decisions=N            4; audited calls for each example
       continuations=N        16; of each of them, and half as many other replies in its place, twice each

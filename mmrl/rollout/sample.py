@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from contextvars import Context, copy_context
@@ -64,11 +63,9 @@ class _Tree:
         tape = self.root.copied_tape()
         name: list[str | int] = [self.root.path]
         remaining = list(self.plan.forks)
-        made: Counter[str] = Counter()
         for position, event in enumerate(tape):
             if event.kind == "call":
-                self._fork(name, remaining, tape[:position], event.name, made[event.name])
-                made[event.name] += event.call is not None
+                self._fork(name, remaining, tape[:position], event.name, event.invocation)
         self.start(tuple(name), tape, tuple(remaining))
 
     def start(self, path: tuple[str | int, ...], replayed: Sequence[Event], forks: Sequence[Fork]) -> None:

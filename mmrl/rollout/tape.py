@@ -40,6 +40,8 @@ class Event:
     """Reply of a call, result of a tool."""
     concurrent: bool = False
     """Requested while something else of the rollout was under way: the program has several strands."""
+    invocation: int = 0
+    """Of a call: `Tape.invocation` when it was requested, by which forks find it."""
     call: Call | None = None
     """Set when a call is recorded."""
     context: tuple[int, ...] | None = None
@@ -113,7 +115,8 @@ class Tape:
 
     def record(self, kind: str, name: str, request: object, replaced: Event | None = None) -> Event:
         """Put a request on the tape; `replaced` is the event whose place it takes in this rollout."""
-        event = Event(kind, name, request, asyncio.get_running_loop().create_future(), self.under_way > 0)
+        outcome = asyncio.get_running_loop().create_future()
+        event = Event(kind, name, request, outcome, self.under_way > 0, self.invocation(name))
         # A failed event may have no sibling that replays it; its exception is raised in the program itself.
         event.outcome.add_done_callback(lambda future: future.cancelled() or future.exception())
         if replaced is None:

@@ -26,7 +26,7 @@ from mmrl.config.base import flattened, value_at
 from mmrl.config.validate import CHOICES
 from mmrl.errors import CheckpointError, ConfigError, located
 from mmrl.models.assignment import ModuleAssignment
-from mmrl.store.policy import prompts_of
+from mmrl.store.policy import prompts_of, run_of
 from mmrl.store.rundir import RunDir
 from mmrl.system.files import plain
 from mmrl.system.objects import OBJECT, import_module, is_registered
@@ -233,7 +233,7 @@ def weight_run(path: Path) -> tuple[RunDir, WeightRunConfig]:
         return run, config
     if config.start is not None:
         # Prompts that were optimised for weights that another run has trained.
-        start = Path(config.start.run)
+        start = run_of(config.start.run)
         run, trained = weight_run(start if start.is_dir() else path.absolute().parent / start.name)
         return run, trained.model_copy(update={"task": trained.task.model_copy(update={"prompts": prompts})})
     now = prompts or "the ones that it started with"

@@ -14,7 +14,7 @@ from mmrl.config.validate import as_tuples, revealed
 from mmrl.errors import CheckpointError, ConfigError
 from mmrl.models.merged import merged, require_undamaged
 from mmrl.run.settle import announce_code, import_plugins, packages_of
-from mmrl.store.policy import MARKER, Policy, is_complete, kept_mark, prompts_of, resolve, run_config, source_of
+from mmrl.store.policy import MARKER, Policy, is_complete, kept_mark, prompts_of, resolve, run_config, run_of, source_of
 from mmrl.store.rundir import RunDir
 from mmrl.system.files import JsonObject, file_digest
 from mmrl.tasks.prompts import prompts_file
@@ -31,9 +31,9 @@ def sections_of(run: Path, typed: Collection[str]) -> JsonObject:
         ConfigError: it is no training run.
     """
     try:
-        stored = revealed(RunDir.read(run).config)
+        stored = revealed(RunDir.read(run_of(str(run))).config)
     except CheckpointError as error:
-        raise ConfigError(f"from: {error}") from None
+        raise ConfigError(f"from: {error}; for weights of no run type model=hf model.path={run}") from None
     if "policy" in stored:
         raise ConfigError(f"from: {run} is an evaluation, which makes no policy; expected a run of mmrl train")
     sections = {name: as_tuples(stored.get(name)) for name in ("model", "task") if name not in typed}
@@ -179,7 +179,8 @@ def config_of_resumed(config: ConfigT, folder: Path) -> ConfigT:
     if start is None:
         return config
     # A folder with both runs may have been moved as a whole.
-    candidates = [Path(start.run), folder.absolute().parent / Path(start.run).name]
+    before = run_of(start.run)
+    candidates = [Path(start.run), folder.absolute().parent / before.name / Path(start.run).relative_to(before)]
     existing = [candidate for candidate in candidates if candidate.is_dir()]
     for candidate in existing:
         policy = _policy_at_start(candidate, config)

@@ -13,6 +13,7 @@ from mmrl.sets.plan import main_metrics
 from mmrl.sets.queue import CellRun
 from mmrl.sets.settings import NOT_VARIANTS, STARTED, settings_of
 from mmrl.sets.spec import Column, Row, SetSpec
+from mmrl.store.policy import run_of
 from mmrl.store.rundir import RunDir
 
 
@@ -48,7 +49,7 @@ def set_of_run_dirs(name: str, paths: Sequence[Path], shows: str = "runs side by
 def _existing_run(path: Path, metric: str = "") -> CellRun:
     """Return an existing run, with the runs that it starts from."""
     config = RunDir.read(path).config
-    start = Path(config["start"]["run"]) if config.get("start") else None
+    start = run_of(config["start"]["run"]) if config.get("start") else None
     # The folder that holds both runs may have been moved.
     folders = [start, path.parent / start.name] if start is not None else []
     before = next((folder for folder in folders if (folder / "config.yaml").is_file()), None)

@@ -186,6 +186,12 @@ def source_of(weights: str) -> Path | None:
     return path.parent.parent / CHECKPOINTS / path.name
 
 
+def run_of(text: str) -> Path:
+    """Return the run that a checkpoint, or weights merged from one, are of; any other folder as it is."""
+    checkpoint = source_of(text)
+    return Path(text) if checkpoint is None else checkpoint.parents[1]
+
+
 def newest_checkpoint(folder: Path | str) -> Path | None:
     """Find the newest complete checkpoint of a run, by its directory or its `checkpoints` folder; None without one."""
     root = Path(folder)
@@ -379,7 +385,7 @@ def _base_of(adapter: Path) -> str:
         stored = run_config(str(folder.parent)) if folder.name == CHECKPOINTS else {}
         if isinstance(base := value_at(stored, "model.path"), str):
             refuse(gone_problems("policy", base))
-            start = Path(str(value_at(stored, "start.run")))
+            start = run_of(str(value_at(stored, "start.run")))
             moved = folder.parent.parent / start.name
             if Path(base).is_relative_to(start) and not Path(base).exists() and moved.is_dir():
                 # Moved, as a whole, with the run that it started from.

@@ -26,7 +26,7 @@ class Stand:
     def __post_init__(self) -> None:
         self.task: Any = TableTask(self.table)
         self.engine = FakeEngine(self.reply)
-        self.config = SimpleNamespace(seed=self.seed, algo=None)
+        self.config = SimpleNamespace(seed=self.seed, algo=None, train=SimpleNamespace(max_failed_share=0.5))
         self.assignment = SimpleNamespace(untrained=frozenset())
 
     def reply(self, request: Request) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 import mmrl.audit.ledger as ledger
 import mmrl.system.files as files
 from mmrl.audit import critic
+from mmrl.audit.plays import Plays
 from mmrl.cli import main
-from tests.helpers.tabular import TABLES
+from mmrl.errors import JudgeFailure
+from tests.helpers.tabular import TABLES, TableTask
 from tests.helpers.tabular_model import saved
 
 SMALL = (
@@ -163,6 +166,69 @@ def test_critics_are_fitted_once_and_an_audit_that_was_killed_takes_them(
     assert "out: critics has an audit with other settings" in capsys.readouterr().err
 
 
+def test_failures_from_outside_are_counted_and_in_no_number(
+    words: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A judge that never answers for one of the six ways to play."""
+    honest, batch, failed = TableTask.score, Plays.batch, dict[int, int]()
+
+    def score(self: TableTask, example: Any, prediction: Any, *rest: Any) -> Any:
+        if prediction == [1, 2]:
+            raise JudgeFailure("gone")
+        return honest(self, example, prediction, *rest)
+
+    def counted(self: Plays, row: Any, number: int) -> Any:
+        found = batch(self, row, number)
+        failed[number] = sum(rollout.reward is None for rollout in found[0].rollouts)
+        return found
+
+    monkeypatch.setattr(TableTask, "score", score)
+    monkeypatch.setattr(Plays, "batch", counted)
+    assert main([*words[1], "algo=grpo", *SMALL, "out=judge"]) == 0
+    result = json.loads((words[0] / "judge/audit.json").read_text())
+    assert result["rows"]["grpo"]["failed"] == sum(failed.values()) > 0
+    assert f"grpo: {sum(failed.values())} rollouts of its batches failed" in capsys.readouterr().out
+    # No sample of the truth, and no rollout of the reference, has an outcome of its own.
+    pieces = {
+        one["piece"]: one["numbers"]
+        for one in map(json.loads, (words[0] / "judge/work.jsonl").read_text().splitlines())
+    }
+    table, drawn = TABLES["two"], Counter[float]()
+    for block in range(16):
+        for example, values in pieces[f"reference {block}"].items():
+            number = int(example.removeprefix("train"))
+            ways = {table.outcome(number, (a, b)) for a in range(2) for b in range(3) if (a, b) != (1, 2)}
+            assert ways.issuperset(values)
+            drawn.update(values)
+    assert result["failed"]["rollouts of the reference"] == 4 * 32 - drawn.total()
+
+
+def test_where_a_judge_is_gone_an_audit_stops_and_goes_on_when_it_is_back(
+    result: dict[str, Any],
+    words: tuple[Path, list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """From the start, and after some of the truth: nothing of what failed is noted."""
+    for scored in (0, 20):
+        left, honest, out = [scored], TableTask.score, words[0] / f"gone-{scored}"
+
+        def score(self: TableTask, *given: Any, left: list[int] = left, honest: Any = honest) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                raise JudgeFailure("gone fishing")
+            return honest(self, *given)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(TableTask, "score", score)
+            assert main([*words[1], ROWS, *SMALL, f"out={out}"]) == 1
+        printed = capsys.readouterr().err
+        assert "from outside causes, more than train.max_failed_share=50%" in printed and "gone fishing" in printed
+        assert "continue with: mmrl audit" in printed
+        assert main([*words[1], ROWS, *SMALL, f"out={out}"]) == 0
+        assert (out / "audit.json").read_bytes() == (words[0] / "whole/audit.json").read_bytes()
+
+
 def test_a_folder_of_other_settings_or_other_paths_is_refused(
     result: dict[str, Any], words: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -180,6 +246,8 @@ def test_a_folder_of_other_settings_or_other_paths_is_refused(
     assert main([*words[1], ROWS, *SMALL, "out=full"]) == 2
     assert "out: full is not empty, and no audit" in capsys.readouterr().err
     assert (words[0] / "full/notes.txt").read_text() == "mine"
+    assert main([*words[1], ROWS, *SMALL, "out=full/notes.txt"]) == 2
+    assert "out: full/notes.txt is a file, expected a folder" in capsys.readouterr().err
 
 
 REFUSED = [

@@ -39,7 +39,10 @@ def test_budgets_too_small_are_said_with_those_that_would_do(
         "ceiling": {"all": {"value": ceiling}},
         "rows": {},
         "dropped": 0,
+        "failed": {"recorded paths": 0, "rollouts of the reference": 0},
     }  # fmt: skip
     assert notes(result)[1:] == said
     result["rows"] = {"grpo": {"failed": 3, "explained_variance": None, "critic": None}}
-    assert notes(result)[1:] == [*said, "grpo: 3 rollouts of its credited batches failed from outside causes"]
+    result["failed"]["rollouts of the reference"] = 2
+    said += ["grpo: 3 rollouts of its batches failed from outside causes"]
+    assert notes(result)[1:] == [*said, "2 rollouts of the reference failed from outside causes"]

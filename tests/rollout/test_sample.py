@@ -17,9 +17,11 @@ from mmrl.engines.base import Completion
 from mmrl.engines.embedded.batcher import Batcher
 from mmrl.errors import LimitFailure, ParseFailure, Stopped
 from mmrl.records import Reply
+from mmrl.rollout.branches import Branch
 from mmrl.rollout.environment import Teacher
 from mmrl.rollout.plans import (
     Exchange,
+    Fork,
     Growth,
     Tree,
     fork_on,
@@ -28,7 +30,7 @@ from mmrl.rollout.plans import (
     independent_sampling,
     round_robin,
 )
-from mmrl.rollout.sample import sample
+from mmrl.rollout.sample import play, sample
 from mmrl.stages.step_metrics import forest_metrics
 from mmrl.tasks.base import ModuleScore, Score
 from mmrl.tasks.dspy.own import FunctionProgram
@@ -220,6 +222,34 @@ def test_invocations_count_per_module_and_forks_are_at_the_first():
     path = forest.path(forest.rollouts[1])
     assert [(c.module, c.invocation) for c in path] == [("a", 0), ("a", 1), ("a", 2), ("b", 0)]
     assert len(forest.calls) == 8
+
+
+@pytest.mark.parametrize("left_out", [(), (0,), (1,), (0, 2)])
+@pytest.mark.parametrize("at_end", [False, True])
+@pytest.mark.parametrize("invocation", range(4))
+def test_a_recorded_path_forks_where_a_live_one_does(left_out, at_end, invocation):
+    """What a fork counts as a module's calls: with replies that the program leaves out, at once or at its end."""
+
+    async def leaving(example, ctx):
+        replies = []
+        for number, module in enumerate("aaba"):
+            replies.append(await ctx.call(module, [{"role": "user", "content": f"{number}"}]))
+            if number in left_out and not at_end:
+                ctx.leave_out(replies[-1])
+        for number in left_out if at_end else ():
+            ctx.leave_out(replies[number])
+
+    def played(tape):
+        engine = FakeEngine(seeded_letter)
+        root = Branch(example=task.examples("train")[0], path="0", plan=Tree((Fork("a", 3, invocation),)), tape=tape)
+        (leaves,) = asyncio.run(play(environment(task, engine), [root], "outcome", keeps_tapes=True))
+        return leaves, len(engine.requests)
+
+    task = FakeTask(FunctionProgram(leaving, ("a", "b")))
+    live, generated = played(())
+    again, more = played(live[0].events)
+    assert [leaf.path for leaf in again] == [leaf.path for leaf in live]
+    assert more == generated - 4
 
 
 async def picky(example, ctx):

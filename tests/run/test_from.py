@@ -16,7 +16,7 @@ from mmrl.cli.overrides import read_line
 from mmrl.errors import ConfigError
 from mmrl.run.check import check
 from mmrl.run.settle import weight_run
-from mmrl.run.start import started
+from mmrl.run.start import config_of_resumed, started
 from mmrl.sets.found import set_of_run_dirs
 from mmrl.sets.page import SetPage
 from mmrl.sets.sweep import job_state
@@ -340,3 +340,17 @@ def test_an_adapter_on_a_moved_run_before_is_found(tmp_path):
     stored = {"model": {"path": "was/1_sft/merged/checkpoint-1"}, "start": {"run": "was/1_sft"}}
     (run / "config.yaml").write_text(yaml.safe_dump(stored))
     assert resolve(str(checkpoint)).base == str(tmp_path / "1_sft" / "merged" / "checkpoint-1")
+
+
+def test_a_run_starts_from_a_checkpoint_of_another_also_where_both_were_moved(whole, tmp_path):
+    checkpoint = Path("1_sft", "checkpoints", "checkpoint-1")  # not its newest
+    (config,) = train_configs(read_line([f"from={whole / checkpoint}", "algo=mmgrpo"], command_keys=("from",)))
+    config = started(config)
+    assert config.model.path == str(whole / checkpoint) and config.task.name == "banking77"
+    moved = shutil.copytree(whole, tmp_path / "moved")
+    elsewhere = whole.rename(whole.with_name("elsewhere"))
+    try:
+        again = config_of_resumed(config, moved / "2_mmgrpo")
+    finally:
+        elsewhere.rename(whole)
+    assert again.model.path == str(moved / checkpoint) and again.start == config.start
