@@ -9,7 +9,7 @@ ARGS ?=
 SCALE ?= paper
 TABLES := $(notdir $(basename $(wildcard scripts/papers/sets/*.yaml)))
 
-.PHONY: help setup train compare real bench bench-retrieval chaos fuzz soak test test-slow test-agents check format docs tiny smollm2 clean vllm-cpu test-vllm test-ray tables $(TABLES)
+.PHONY: help setup train compare real bench bench-retrieval chaos fuzz soak test test-slow test-agents test-openenv check format docs tiny smollm2 clean vllm-cpu test-vllm test-ray tables $(TABLES)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -80,6 +80,15 @@ $(RAY)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(RAY)
 	$(RAY)/bin/python -m pip install -q -c constraints.txt 'torch>=2.9,<2.14'
 	$(RAY)/bin/python -m pip install -q -c constraints.txt -e '.[ray,fleet,server]' pytest hypothesis
+	@touch $@
+
+# Apart: openenv wants mcp<2. Only its servers run there.
+test-openenv: $(STAMP) .venv-openenv/.installed ## play environments behind real OpenEnv servers, its own example among them
+	MMRL_OPENENV=$(CURDIR)/.venv-openenv/bin/python $(BIN)/python -m pytest tests/tasks/environments/test_openenv.py $(ARGS)
+
+.venv-openenv/.installed:
+	$(PYTHON) -m venv .venv-openenv
+	.venv-openenv/bin/python -m pip install -q 'openenv>=0.10'
 	@touch $@
 
 check: $(STAMP) ## format, lint, types and import contract, without changing anything

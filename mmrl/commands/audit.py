@@ -24,6 +24,7 @@ from mmrl.errors import ConfigError, MmrlError, continue_with, refuse, storage
 from mmrl.run.build import build_task, check_model, reward_set, separate_teachers
 from mmrl.run.check import check_all
 from mmrl.run.launch import released
+from mmrl.run.rl import unrepeatable
 from mmrl.run.settle import module_assignment, settle
 from mmrl.run.start import started
 from mmrl.store.policy import resolve, run_config, source_of
@@ -155,11 +156,11 @@ def _of_task(rows: Sequence[RlRunConfig], keys: AuditKeys, task: Task) -> list[s
     found = []
     if (available := len(task.examples("train"))) < keys.examples:
         found.append(f"examples: got {keys.examples}, the train split has {available}")
-    if not getattr(rows[0].task, "deterministic", True):
-        found.append(
-            "task.deterministic: got false, and an audit plays an agent again with the replies of a rollout; expected "
-            "an agent, or an environment, in which all is the same then"
-        )
+    found += [
+        f"{setting}, and an audit plays an agent again with the replies of a rollout; expected an agent, or an "
+        "environment, in which all is the same then"
+        for setting in unrepeatable(rows[0].task, task)
+    ]
     answered = rows[0].engine.endpoints or {}
     if answered:
         found.append(

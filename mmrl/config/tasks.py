@@ -437,14 +437,32 @@ class EnvironmentConfig(MetricsConfig):
 
     environment: str | dict[str, str] | None = Field(
         None,
-        description="package.module:Class, in the form of TRL's environment_factory; or a mapping name -> one, by the "
-        "column `environment`; null: the tools alone",
+        description="package.module:Class, in the form of TRL's environment_factory; openenv:URL or openenv:package; "
+        "or a mapping name -> one, by the column `environment`; null: the tools alone",
     )
-    tools: tuple[str, ...] = Field((), description="further tools: package.module:function")
+    environment_python: str | None = Field(
+        None, description="interpreter of the server of openenv:package, where that has packages of its own"
+    )
+    step_rewards: Literal["last", "sum"] = Field(
+        "last",
+        description="reward of an OpenEnv episode: of the last step that had one, or of all, each of which is its "
+        "turn's too",
+    )
+    tools: tuple[str, ...] = Field(
+        (), description="further tools: package.module:function, mcp:COMMAND or mcp:http(s)://…, whose tools they are"
+    )
     tools_stateless: tuple[str, ...] | Literal["all"] = Field(
         (),
         description="tools that a rollout which goes on from another one does not use again: their recorded results "
         "stand; all: each",
+    )
+    tools_shared: bool = Field(
+        False,
+        description="one session of each MCP server for all rollouts; those that go on from others need "
+        "stateless tools then",
+    )
+    once: tuple[str, ...] = Field(
+        (), description="tools that must not be used twice for one rollout: no algorithm that plays it again"
     )
     tool_errors: Literal["observe", "fail"] = Field(
         "observe", description="a tool that raises: the model reads the error, or the rollout fails"
@@ -456,6 +474,30 @@ class EnvironmentConfig(MetricsConfig):
         True,
         description="with the same record and actions it gives the same; false: no algorithm that plays it again",
     )
+    idle: ClassVar[list[Idle[Any]]] = [
+        Idle(
+            "environment_python",
+            lambda task: all("://" in path for path in task.openenv_places),
+            "without task.environment=openenv:package",
+        ),
+        Idle("step_rewards", lambda task: not task.openenv_places, "without task.environment=openenv:…"),
+        Idle(
+            "tools_shared",
+            lambda task: not any(path.startswith("mcp:") for path in task.tools),
+            "without task.tools=[mcp:…]",
+        ),
+    ]
+
+    @property
+    def worlds(self) -> Mapping[str, str]:
+        """Name, empty where there is one -> the environment."""
+        given = self.environment
+        return given if isinstance(given, Mapping) else {} if given is None else {"": given}
+
+    @property
+    def openenv_places(self) -> list[str]:
+        """Addresses and packages of environments of OpenEnv."""
+        return [path.removeprefix("openenv:") for path in self.worlds.values() if path.startswith("openenv:")]
 
 
 # Several bases give it all keys without a copy.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from mmrl import engines
 from mmrl.algorithms import ALGORITHMS
 from mmrl.algorithms import problems as algorithm_problems
-from mmrl.config import RlRunConfig
+from mmrl.config import RlRunConfig, TaskConfig
 from mmrl.config.algo import CriticConfig
 from mmrl.config.rules import across_sections, engine_name
 from mmrl.engines import EngineSetup, build_engine, engine_class
@@ -120,17 +120,24 @@ def staleness_problems(config: RlRunConfig) -> list[str]:
 
 
 def replay_problems(config: RlRunConfig, task: Task) -> list[str]:
-    """Return the one sentence for an algorithm that plays rollouts again, which here do not repeat themselves."""
-    if getattr(config.task, "deterministic", True):
+    """Return the sentences for an algorithm that plays rollouts again, which here do not repeat themselves."""
+    if not (settings := unrepeatable(config.task, task)):
         return []
     trees = ALGORITHMS[config.algo.name].plan(config.algo, task.program.modules, (config.seed, 0, ""))
     if not any(tree.forks or tree.growth or tree.exchange or tree.teacher for tree in trees):
         return []
     return [
-        f"task.deterministic: got false, and algo={config.algo.name} plays an agent again with the replies of an "
+        f"{setting}, and algo={config.algo.name} plays an agent again with the replies of an "
         "earlier rollout, in which all must be the same then; use an algorithm without forks, such as grpo or mmgrpo, "
         "or an agent, or an environment, that depends only on its example and on what it is told"
+        for setting in settings
     ]
+
+
+def unrepeatable(config: TaskConfig, task: Task) -> list[str]:
+    """Return the settings by which a rollout cannot be played again."""
+    stated = [] if getattr(config, "deterministic", True) else ["task.deterministic: got false"]
+    return [*stated, *task.unrepeatable]
 
 
 def negative_rewards(config: RlRunConfig, task: Task) -> list[str]:

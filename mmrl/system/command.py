@@ -75,7 +75,7 @@ def _started(words: Sequence[str], text: str, env: Mapping[str, str]) -> subproc
         try:
             return subprocess.Popen(
                 words,
-                env={**env, MARK: _guarded()},
+                env=marked_environment(env),
                 stdin=stdin,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -91,8 +91,8 @@ _GUARDS: dict[int, tuple[subprocess.Popen[bytes], str]] = {}
 """Process id, since a fork has one of its own -> its guard, and the mark of its commands."""
 
 
-def _guarded() -> str:
-    """Return the mark of this process's commands, all of which a guard ends once this process has ended."""
+def marked_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment with the mark of this process's commands, which a guard ends once this one has ended."""
     with _LOCK:
         if os.getpid() not in _GUARDS:
             mark = secrets.token_urlsafe(24)
@@ -105,7 +105,7 @@ def _guarded() -> str:
                 start_new_session=True,  # what interrupts this process must not end its guard
             )
             _GUARDS[os.getpid()] = guard, mark
-        return _GUARDS[os.getpid()][1]
+        return {**env, MARK: _GUARDS[os.getpid()][1]}
 
 
 def _output(process: subprocess.Popen[bytes]) -> bytes:

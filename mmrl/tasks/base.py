@@ -313,6 +313,11 @@ class Task(ABC):
         """Members of `FEATURES` that the program never has, so that options about them are refused."""
         return frozenset()
 
+    @property
+    def unrepeatable(self) -> Sequence[str]:
+        """Return the settings by which a rollout cannot be played again (`task.key: got VALUE`)."""
+        return ()
+
     @abstractmethod
     def examples(self, split: str) -> Sequence[Example]:
         """Return all examples of `train`, `dev` or `test`, in a stable order."""

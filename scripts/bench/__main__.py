@@ -30,6 +30,7 @@ SUITE: dict[str, list[str]] = {
     "overhead": ["steps=8", "repeats=2"],
     "fleet": [],
     "gateway": [],
+    "environment": [],
 }
 """Bench -> options that fit the suite into its time; alone each measures longer, and tunes its peers."""
 LARGE: dict[str, list[str]] = {

@@ -150,6 +150,7 @@ Leaf = tuple[str, tuple[type[BaseModel], str]]
 """Section and path in it, with a space between, as the lists below have them; the class that has the key."""
 
 PROCESSES = "tests/run/test_processes.py"
+OPENENV, MCP = "tests/tasks/environments/test_openenv.py", "tests/tasks/environments/test_mcp.py"
 HELD = {
     # read only with several processes, on GPUs, or by a library that is not here
     "[rp]* hardware.rollout_devices": f"{PROCESSES}::test_gpus_of_the_managed_server",
@@ -177,6 +178,10 @@ HELD = {
     "task.hover claim_hops": "tests/tasks/test_hover.py::test_claims_without_a_corpus_or_of_other_hops_are_refused",
     "task.papillon sample": "tests/tasks/test_papillon.py::test_the_papers_rows_in_file_order",
     "task.search_agent em_needs_format": "tests/tasks/test_search_agent.py::test_reward_options",
+    "task.environment environment_python": f"{OPENENV}::test_openenvs_own_example_is_played",
+    "task.environment step_rewards": f"{OPENENV}::test_each_steps_reward_may_be_its_turns",
+    "task.environment tools_shared": f"{MCP}::test_one_session_may_be_all_rollouts",
+    "task.environment once": f"{MCP}::test_settings_by_which_nothing_can_be_played_again",
     "task.environment tool_errors": "tests/tasks/environments/test_classes.py::"
     "test_errors_of_tools_may_fail_the_rollout",
     "task.environment max_turns": "tests/tasks/environments/test_classes.py::test_the_last_turn_acts_still",

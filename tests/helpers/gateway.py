@@ -113,10 +113,10 @@ def rolled_out(
     reward_set: str = "outcome",
     timeout_s: float = 60.0,
     seed: int = 0,
+    max_tokens: int = 64,
 ) -> Forest:
-    settings = SamplingSettings(
-        temperature=1.0, top_p=1.0, top_k=0, parse_retries=0, max_tokens=64, timeout_s=timeout_s, max_context=2000
-    )
+    limits: dict[str, Any] = {"max_tokens": max_tokens, "timeout_s": timeout_s, "max_context": 2000}
+    settings = SamplingSettings(temperature=1.0, top_p=1.0, top_k=0, parse_retries=0, **limits)
     env = make_environment(task, engine, engine.tokenizer, settings, (seed, 1))
     chosen = task.examples("train")[:1] if examples is None else examples
     return asyncio.run(sample(env, [(example, plan) for example in chosen], reward_set))

@@ -76,6 +76,7 @@ def test_share_of_a_step() -> None:
         ("update", ["model=test", "repeats=1", "shape=is", "micro=8"], 3),
         ("step", ["model=test", "steps=1", "micro=4"], 2),
         ("gateway", ["agents=4", "calls=5"], 3),
+        ("environment", ["instances=4", "calls=5"], 5),
         pytest.param(
             *("fleet", ["servers=1,2", "latency_ms=20", "rounds=2"], 4),
             marks=[

@@ -142,6 +142,7 @@ class DspyProgram(Program, FieldProgram, Canonical, Guarded):
             raise
         finally:
             host.close()
+            await host.ended()
             if host.unread_call is not None:
                 trace.append((*host.unread_call, None))
         host.raise_failure()

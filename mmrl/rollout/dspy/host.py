@@ -39,6 +39,7 @@ class Host(tape.Host):
         that it stands for."""
         self.unread_call: tuple[Any, Mapping[str, object]] | None = None
         """Predictor and inputs of the last of these replies."""
+        self._ends: list[Callable[[], Awaitable[None]]] = []
         self._lock = threading.Lock()
         # Untyped: each future has the type of what its coroutine returns.
         self._waiting: set[Future[Any]] = set()
@@ -130,6 +131,15 @@ class Host(tape.Host):
             waiting = list(self._waiting)
         for future in waiting:
             future.cancel()
+
+    @override
+    def at_end(self, end: Callable[[], Awaitable[None]]) -> None:
+        self._ends.append(end)
+
+    async def ended(self) -> None:
+        """End what tools have begun for this rollout."""
+        for end in self._ends:
+            await end()
 
     def raise_failure(self) -> None:
         """Raise what ended the rollout, if something has: a module may have caught it."""

@@ -29,6 +29,10 @@ class Host(Protocol):
         """Call `Context.remember` of the rollout."""
         ...
 
+    def at_end(self, end: Callable[[], Awaitable[None]]) -> None:
+        """Await something when the rollout has ended, on its event loop."""
+        ...
+
     def on_loop(self) -> bool:
         """Check if the caller runs on the rollout's event loop."""
         ...
@@ -68,17 +72,22 @@ async def use_tool(name: str, **arguments: object) -> Any:
         ProgramFailure: no rollout is running.
         ToolFailure: the tool raised.
     """
-    host = _host(name)
+    host = of_rollout(name)
     return await host.awaited(host.tool(name, **arguments))
 
 
 def use_tool_sync(name: str, **arguments: object) -> Any:
     """Use a tool from a module that has only `forward`."""
-    host = _host(name)
+    host = of_rollout(name)
     return host.wait(host.tool(name, **arguments))
 
 
-def _host(name: str) -> Host:
+def of_rollout(name: str) -> Host:
+    """Return the host of the rollout that uses a tool.
+
+    Raises:
+        ProgramFailure: no rollout is running.
+    """
     # None outside a rollout, also in a thread that the module has started without the rollout's context.
     host = _HOST.get()
     if host is None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmrl.tasks.base import Message
+from mmrl.tasks.base import Context, Message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +87,8 @@ class Source(ABC):
         return [str(tool["function"]["name"]) for tool in self.tools]
 
     @abstractmethod
-    async def open(self) -> Session:
-        """Return a session for one rollout."""
+    async def open(self, ctx: Context) -> Session:
+        """Return a session for one rollout, whose `ctx` is told of waits for other rollouts."""
 
     def row_problem(self, row: Mapping[str, Any]) -> str:
         """Return the reason why no episode can begin with a record; empty where one can."""

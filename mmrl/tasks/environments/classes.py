@@ -17,7 +17,7 @@ from typing_extensions import override
 from mmrl.errors import ConfigError, ProgramFailure, RewardFailure, RolloutError, ToolFailure, refuse
 from mmrl.system.objects import imported
 from mmrl.system.user_code import Worker, as_number, is_async, on_agent_loop, user_failure
-from mmrl.tasks.base import Message
+from mmrl.tasks.base import Context, Message
 from mmrl.tasks.dspy.own import refusing_signature
 from mmrl.tasks.environments.base import Observation, Session, Source
 
@@ -69,7 +69,7 @@ class ClassSource(Source):
                 end()
 
     @override
-    async def open(self) -> Session:
+    async def open(self, ctx: Context) -> Session:
         if _abandoned >= MOST_ABANDONED:
             raise ToolFailure(f"{self.key}: {MOST_ABANDONED} environments did not come back; no further one is begun")
         session = ObjectSession()
@@ -104,7 +104,7 @@ class FunctionSource(Source):
         refuse(problems)
 
     @override
-    async def open(self) -> Session:
+    async def open(self, ctx: Context) -> Session:
         session = ObjectSession()
         session.tools = self._tool
         return session

@@ -50,6 +50,11 @@ class Episode:
         self._behind: list[tuple[str, Callable[[], Awaitable[object]], object]] = []
         """Actions on the tape that no session here has done: what to call them, the action, what it brought."""
 
+    @property
+    def turns_add_up(self) -> bool:
+        """True where the reward of the episode is the sum of its actions' rewards."""
+        return self._world is not None and self._world.turns_add_up
+
     async def reset(self) -> str:
         """Begin; returns what is appended to the prompt."""
         if self._world is None:
@@ -126,7 +131,7 @@ class Episode:
 
     async def _session(self, source: Source) -> Session:
         if source not in self._sessions:
-            self._sessions[source] = await source.open()
+            self._sessions[source] = await source.open(self._ctx)
         return self._sessions[source]
 
 

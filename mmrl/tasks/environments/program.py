@@ -161,8 +161,8 @@ class EnvironmentProgram:
             observations.append(observation)
             if observation.done:
                 break
-        if (reward := observations[-1].turn_reward) is not None:
-            played.turn_rewards[-1] = reward
+        if rewards := [o.turn_reward for o in observations if o.turn_reward is not None]:
+            played.turn_rewards[-1] = sum(rewards) if episode.turns_add_up else rewards[-1]
         states = [o.state for o in observations if o.state is not None]
         return results, observations[-1].done, states[-1] if states else "\n".join(o.text for o in observations)
 

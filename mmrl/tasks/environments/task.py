@@ -17,6 +17,8 @@ from mmrl.tasks.dspy.own import OwnTask, RecordTask, as_one, imported_metrics, p
 from mmrl.tasks.environments.base import Source
 from mmrl.tasks.environments.classes import ClassSource, FunctionSource
 from mmrl.tasks.environments.episode import merged
+from mmrl.tasks.environments.mcp import McpSource
+from mmrl.tasks.environments.openenv import OpenEnvSource
 from mmrl.tasks.environments.program import EnvironmentProgram, Played, columns
 from mmrl.tasks.environments.rewards import EpisodeMetric
 
@@ -32,18 +34,21 @@ class EnvironmentTask(RecordTask):
 
     def __init__(self, config: EnvironmentConfig, seed: int):
         problems: list[str] = []
-        given = config.environment if isinstance(config.environment, Mapping) else {"": config.environment}
         self.worlds: dict[str, Source] = {}
         self.beside: list[Source] = []
         metrics: dict[str, Callable[..., Any]] = {}
-        for name, path in given.items():
+        for name, path in config.worlds.items():
             key = f"task.environment.{name}" if name else "task.environment"
-            if path is not None:
-                with gathered(problems):
-                    self.worlds[name] = ClassSource(key, path)
+            with gathered(problems):
+                self.worlds[name] = self._world(config, key, path)
         for path in config.tools:
             with gathered(problems):
-                self.beside.append(FunctionSource("task.tools", path))
+                mcp = path.startswith("mcp:")
+                where = path.removeprefix("mcp:").strip()
+                beside = (
+                    McpSource("task.tools", where, config.tools_shared) if mcp else FunctionSource("task.tools", path)
+                )
+                self.beside.append(beside)
         with gathered(problems):
             for source, function in imported_metrics(config).items():
                 metrics[source] = metric = EpisodeMetric(source, function)
@@ -64,6 +69,13 @@ class EnvironmentTask(RecordTask):
         super().__init__(parts, config, seed, key="task.{}".format, name="", rewards={}, extra_arguments=False)
         self.absent_features = frozenset({"penalties", "parse_failures"})
 
+    @staticmethod
+    def _world(config: EnvironmentConfig, key: str, path: str) -> Source:
+        if path.startswith("openenv:"):
+            where = path.removeprefix("openenv:").strip()
+            return OpenEnvSource(key, where, config.environment_python, config.step_rewards)
+        return ClassSource(key, path)
+
     def _name_problems(self, config: EnvironmentConfig) -> list[str]:
         """Return problems of names of tools: twice in one prompt, or options about one that nobody has."""
         problems = []
@@ -72,13 +84,28 @@ class EnvironmentTask(RecordTask):
             names = [name for source in sources for name in source.names]
             problems += [f"task.tools: two tools have the name {n}" for n in set(names) if names.count(n) > 1]
         known = merged([*self.beside, *self.worlds.values()])
-        named = () if config.tools_stateless == "all" else config.tools_stateless
+        named = {
+            "tools_stateless": () if config.tools_stateless == "all" else config.tools_stateless,
+            "once": config.once,
+        }
         problems += [
-            f"task.tools_stateless: got {name}, the tools are {', '.join(known) or 'none'}"
-            for name in named
+            f"task.{key}: got {name}, the tools are {', '.join(known) or 'none'}"
+            for key, names in named.items()
+            for name in names
             if name not in known
         ]
         return problems
+
+    @property
+    @override
+    def unrepeatable(self) -> Sequence[str]:
+        """See `mmrl.tasks.base.Task`; of stateless tools the recorded results stand."""
+        named = self.config.tools_stateless
+        once = [name for name in self.config.once if named != "all" and name not in named]
+        shared = [source for source in self.beside if isinstance(source, McpSource) and source.is_shared]
+        state = [name for source in shared for name in source.names if named != "all" and name not in named]
+        found = [f"task.once: got {', '.join(once)}"] if once else []
+        return found + ([f"task.tools_shared: got true, and {', '.join(state)} may have state"] if state else [])
 
     @override
     def mini(self, split: str) -> Sequence[Example]:
@@ -134,8 +161,8 @@ class EnvironmentTask(RecordTask):
             return score
         rewards = [reward or 0.0 for reward in prediction.turn_rewards]
         earlier = {call.id: reward for call, reward in zip(path[:-1], rewards, strict=False)}
-        adds_up = all(world.turns_add_up for world in self.worlds.values())
-        last = -sum(earlier.values()) if adds_up else rewards[len(path) - 1]
+        world = self.program.world_of(example.inputs)
+        last = -sum(earlier.values()) if world.turns_add_up else rewards[len(path) - 1]
         return Score(
             reward=score.reward + last,
             metrics=score.metrics,

@@ -27,6 +27,7 @@ from mmrl.errors import (
     unknown,
 )
 from mmrl.system.user_code import Worker, as_number, user_failure
+from mmrl.tasks.base import Context
 from mmrl.tasks.environments.base import Observation, Session, Source
 
 T = TypeVar("T")
@@ -71,7 +72,7 @@ class GameSource(Source):
             )
 
     @override
-    async def open(self) -> Session:
+    async def open(self, ctx: Context) -> Session:
         return GameSession(self)
 
     def make(self, **params: Any) -> Any:
