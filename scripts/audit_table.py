@@ -29,18 +29,17 @@ Audit = Mapping[str, Any]
 
 
 def reached(program: str) -> dict[str, list[tuple[str, float]]]:
-    """Table of docs/comparison.md -> what each row reached on a program; tables differ in their steps."""
+    """Section of docs/comparison.md -> what each row reached on a program; sections differ in their steps."""
     found: dict[str, list[tuple[str, float]]] = {}
-    column, table = 0, ""
+    column, heading = 0, ""
     for line in (DOCS / "comparison.md").read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
         if not line.startswith("|"):
-            column = 0
+            column, heading = 0, line.removeprefix("## ") if line.startswith("## ") else heading
         elif any(f"`{program}`, " in cell for cell in cells):
             column = next(number for number, cell in enumerate(cells) if f"`{program}`, " in cell)
-            table = cells[0]
         elif column and (name := re.fullmatch(r"`(\w+)`", cells[0])) and (value := re.match(r"0\.\d+", cells[column])):
-            found.setdefault(table, []).append((name[1], float(value[0])))
+            found.setdefault(heading, []).append((name[1], float(value[0])))
     return found
 
 
@@ -193,7 +192,7 @@ def main(arguments: list[str]) -> int:
         "",
         *("![Fidelity](figures/audit-fidelity.svg)", "", "![Alignment](figures/audit-alignment.svg)", ""),
         *("![Alignment and what was reached](figures/audit-foretold.svg)", ""),
-        *("| program | table of [comparison](../comparison.md) | rows | rank correlation |", "|---|---|---|---|"),
+        *("| program | part of [comparison](../comparison.md) | rows | rank correlation |", "|---|---|---|---|"),
         *(*ranks, ""),
     ]
     for (program, state), audit in audits.items():

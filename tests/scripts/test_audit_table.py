@@ -11,6 +11,8 @@ import pytest
 from scripts import audit_table
 
 COMPARISON = """
+## The papers'
+
 | after training | `hotpotqa`, F1 (before: 0.1) | `search_agent`, EM |
 |---|---|---|
 | `grpo` | 0.289 | 0.371 |
@@ -20,6 +22,8 @@ COMPARISON = """
 | pair | difference |
 |---|---|
 | `grpo` | 0.5 |
+
+## Newer
 
 | row | `search_agent`, EM after 40 steps | `hotpotqa`, F1 |
 |---|---|---|
@@ -67,13 +71,13 @@ def docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_each_table_of_the_comparison_is_read_by_its_column(docs: Path) -> None:
+def test_each_part_of_the_comparison_is_read_by_its_column(docs: Path) -> None:
     found = audit_table.reached("hotpotqa")
     assert found == {
-        "after training": [("grpo", 0.289), ("mmgrpo", 0.285), ("mhgpo_fof", 0.326)],
-        "row": [("gigpo", 0.247)],
+        "The papers'": [("grpo", 0.289), ("mmgrpo", 0.285), ("mhgpo_fof", 0.326)],
+        "Newer": [("gigpo", 0.247)],
     }
-    assert audit_table.reached("search_agent") == {"after training": [("grpo", 0.371)], "row": [("gigpo", 0.31)]}
+    assert audit_table.reached("search_agent") == {"The papers'": [("grpo", 0.371)], "Newer": [("gigpo", 0.31)]}
 
 
 def test_the_page_has_each_audit_and_the_rank_correlation(docs: Path, tmp_path: Path) -> None:
@@ -84,7 +88,7 @@ def test_the_page_has_each_audit_and_the_rank_correlation(docs: Path, tmp_path: 
         (tmp_path / f"hotpotqa-{state}" / "audit.json").write_text(json.dumps(found))
     assert audit_table.main([str(tmp_path)]) == 0
     page = (docs / "tables" / "audit.md").read_text(encoding="utf-8")
-    assert "| hotpotqa | after training | 3 | 0.50 |" in page
+    assert "| hotpotqa | The papers' | 3 | 0.50 |" in page
     assert "| `gigpo` | 0.25 [0.15, 0.35] | 50% | 50% | 10% | 0% | not measurable | not measurable | 288 |  |" in page
     assert page.count("| `mhgpo_fof` |") == 2 and "Ceiling of fidelity 0.70 [0.60, 0.80]; 50% of 2 decisions" in page
     for name in ("fidelity", "alignment", "foretold"):
