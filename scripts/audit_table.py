@@ -139,14 +139,14 @@ def foretold(audits: Mapping[tuple[str, str], Audit]) -> tuple[str, list[str]]:
             audit = audits[program, "start"]
             known = [(row, value) for row, value in rows if row in audit["rows"] and aligned(audit, row) is not None]
             xs = [float((aligned(audit, row) or {})["mean"]) for row, _ in known]
-            pairs.append((program, known, xs))
+            pairs.append((program, name, known, xs))
             rank = spearman(xs, [value for _, value in known])
             said = "" if rank is None else f"{rank:.2f}"
             lines.append(f"| {program} | {name} | {len(known)} | {said} |")
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(3.4 * len(pairs), 3.4), layout="constrained")
         canvas = FigureCanvasSVG(figure)
-        for number, (program, known, xs) in enumerate(pairs):
+        for number, (program, name, known, xs) in enumerate(pairs):
             axes: Axes = figure.add_subplot(1, len(pairs), number + 1)
             for place, (x, (row, value)) in enumerate(sorted(zip(xs, known, strict=True))):
                 axes.plot(x, value, "o", color=LINES[0], markersize=5)
@@ -154,7 +154,7 @@ def foretold(audits: Mapping[tuple[str, str], Audit]) -> tuple[str, list[str]]:
                 offset = (3, 3 if place % 2 else -9)
                 axes.annotate(row, (x, value), xytext=offset, textcoords="offset points", fontsize=7, color=INK)
             axes.margins(x=0.25, y=0.15)
-            axes.set(title=program, xlabel="alignment, untrained", ylabel="reached after training")
+            axes.set(title=f"{program}\n{name}", xlabel="alignment, untrained", ylabel="reached after training")
         return written(canvas, "Alignment of the untrained policy and what each algorithm reached"), lines
 
 
