@@ -34,5 +34,6 @@ def turn_problems(name: str, instead: str, reward_sets: Sequence[str]) -> list[s
         return []
     return [
         f"algo: {name} needs a task with turn rewards, this one offers {', '.join(reward_sets)}; use algo={instead}, "
-        "or give the task a reward set 'turn' that fills Score.turn_rewards"
+        "or give the task turn rewards: task=environment by `_turn_reward` in the class, or task.step_rewards=sum with "
+        "openenv:…; a task of your own by a reward set 'turn' that fills Score.turn_rewards"
     ]

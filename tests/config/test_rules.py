@@ -265,6 +265,7 @@ def test_turn_algorithms_need_a_reward_set_with_turn_rewards(algo):
     )
     (problem,) = refused(f"algo={algo}")
     assert problem.startswith(f"algo: {algo} needs a task with turn rewards, this one offers outcome; use algo=")
+    assert "task=environment by `_turn_reward` in the class" in problem
     assert refused(AGENT, f"algo={algo}") == []
     (problem,) = refused(AGENT, f"algo={algo}", "task.reward=outcom")
     assert problem.startswith("task.reward: got 'outcom', expected one of")

@@ -101,7 +101,8 @@ class OpenEnvSource(Source):
         """Sessions that there are, or that are being opened; and those that have ended."""
         self._waiting: list[asyncio.Future[None]] = []
         """Rollouts that wait for the end of another one's session."""
-        self._process = None if "://" in where else self._server(where, python or sys.executable)
+        self._python = python or sys.executable
+        self._process = None if "://" in where else self._server(where, self._python)
         if self._process is None and not where.startswith(("http://", "https://")):
             raise ConfigError(f"{key}: got openenv:{where}, expected openenv:http(s)://host:port or openenv:package")
         try:
@@ -197,7 +198,9 @@ class OpenEnvSource(Source):
                 try:
                     self._process.start()
                 except EngineFailure as error:
-                    raise ToolFailure(f"{self.key}: {error}") from None
+                    lacks = self._python == sys.executable and "No module named" in str(error)
+                    hint = "; task.environment_python=PYTHON names an interpreter that has its packages"
+                    raise ToolFailure(f"{self.key}: {error}{hint if lacks else ''}") from None
                 self._url = self._process.url
 
     def _action(self) -> Mapping[str, Any]:

@@ -175,8 +175,15 @@ class EnvironmentTask(RecordTask):
     def describe(self) -> Mapping[str, object]:
         given = self.config.environment
         named = dict(given) if isinstance(given, Mapping) else given
-        facts = {"environment": named, "tools": list(self.config.tools), "metric": ", ".join(paths_of(self.config))}
-        return {**super().describe(), **{name: display_name(str(v)) for name, v in facts.items() if v}}
+        facts = {
+            "environment": named,
+            "tools": ", ".join(self.config.tools),
+            "metric": ", ".join(paths_of(self.config)),
+        }
+        described = {**super().describe(), **{name: display_name(str(v)) for name, v in facts.items() if v}}
+        if not self.sources:
+            described["data"] = "no files; a seed for each record" if self.examples("train")[0].inputs else "no files"
+        return described
 
     @override
     def close(self) -> None:

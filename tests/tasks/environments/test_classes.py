@@ -272,6 +272,7 @@ def test_without_data_records_are_numbered() -> None:
     Counter.made.clear()
     one(task, actions(), examples=[task.examples("train")[2]])
     assert Counter.made[-1].columns == {"seed": 2}
+    assert task.describe()["data"] == "no files; a seed for each record", "which are not the mini world"
 
 
 def test_the_environment_of_trl_for_harbor_is_read() -> None:

@@ -180,7 +180,7 @@ def refusal(environment: str, **options: Any) -> str:
     return str(refused.value)
 
 
-def test_what_is_no_server_of_openenv_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_server_of_openenv_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "task.environment: openenv:http://127.0.0.1:1: ConnectError" in refusal("openenv:http://127.0.0.1:1")
     for page in (Page("hello"), Page({"action": None}), Page({"action": {"properties": {"x": {}}}})):
         with serving([page]) as (url, _):
@@ -191,5 +191,9 @@ def test_what_is_no_server_of_openenv_is_refused(monkeypatch: pytest.MonkeyPatch
     assert "no package of that name" in said and "pip install" in said
     assert 'Attribute "app" not found' in refusal("openenv:json", environment_python=PYTHON)
     assert "cannot run /no/python" in refusal("openenv:json", environment_python="/no/python")
+    (tmp_path / "lacking").mkdir()
+    (tmp_path / "lacking" / "__init__.py").write_text("import no_such_module_of_its_server")
+    monkeypatch.chdir(tmp_path)
+    assert "task.environment_python=PYTHON names an interpreter" in refusal("openenv:lacking")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "pip install 'mmrl[openenv]'" in refusal("openenv:http://127.0.0.1:1")
