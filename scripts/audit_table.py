@@ -182,13 +182,10 @@ def main(arguments: list[str]) -> int:
     }
     for name, svg in figures.items():
         (DOCS / "tables" / "figures" / f"{name}.svg").write_text(svg, encoding="utf-8")
-    keys = next(iter(audits.values()))["settings"]
-    said = " ".join(f"{key}={keys[key]}" for key in ("examples", "decisions", "continuations", "batches", "reference"))
     lines = [
         "# The audit of every credit",
         "",
-        f"`bash scripts/audit_table.sh` with {said} budgets={','.join(map(str, keys['budgets']))}, and what it shows: "
-        "[results](../audit-results.md).",
+        "By `bash scripts/audit_table.sh`; what it shows: [results](../audit-results.md).",
         "",
         *("![Fidelity](figures/audit-fidelity.svg)", "", "![Alignment](figures/audit-alignment.svg)", ""),
         *("![Alignment and what was reached](figures/audit-foretold.svg)", ""),
@@ -196,7 +193,10 @@ def main(arguments: list[str]) -> int:
         *(*ranks, ""),
     ]
     for (program, state), audit in audits.items():
-        lines += [f"## {program}, {STATES[state]}", "", *table(audit), ""]
+        keys = audit["settings"]
+        said = [f"{key}={keys[key]}" for key in ("examples", "decisions", "continuations", "batches", "reference")]
+        said.append(f"budgets={','.join(map(str, keys['budgets']))}")
+        lines += [f"## {program}, {STATES[state]}", "", f"With {' '.join(said)}.", "", *table(audit), ""]
     (DOCS / "tables" / "audit.md").write_text("\n".join(lines), encoding="utf-8")
     return 0
 
