@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from typing_extensions import override
@@ -36,7 +36,7 @@ class EnvironmentTask(RecordTask):
         problems: list[str] = []
         self.worlds: dict[str, Source] = {}
         self.beside: list[Source] = []
-        metrics: dict[str, Callable[..., Any]] = {}
+        metrics: dict[str, EpisodeMetric] = {}
         for name, path in config.worlds.items():
             key = f"task.environment.{name}" if name else "task.environment"
             with gathered(problems):
@@ -61,6 +61,7 @@ class EnvironmentTask(RecordTask):
                 "function"
             )
         refuse([*problems, *self._name_problems(config)])
+        self._functions = tuple(metrics.values())
         self._metric = as_one(metrics, config) if metrics else None
         turns = self.worlds and all(world.has_turn_rewards for world in self.worlds.values())
         self.reward_sets = ("outcome", "turn") if turns else ("outcome",)
@@ -127,6 +128,9 @@ class EnvironmentTask(RecordTask):
             )
         if world is not None and (problem := world.row_problem(columns(fields, self.worlds))):
             raise DataError(f"{key}: {row.where}: {problem}")
+        for metric in self._functions:
+            if problem := metric.row_problem(fields, isinstance(world, ClassSource)):
+                raise DataError(f"{key}: {row.where}: {problem}")
         if problem := _prompt_problem(fields.get("prompt", "")):
             raise DataError(f"{key}: {row.where}: {problem}")
         return Example(id=record_id(fields, "id", otherwise=number), inputs=fields, metadata=fields)

@@ -129,6 +129,52 @@ def test_errors_of_tools_are_observations_as_trl_writes_them(call: str, wanted: 
     assert rollout.metrics["tool_errors"] == 1 and rollout.error is None
 
 
+class Caller(Counter):
+    """Its columns and arguments have names that functions of mmrl have too."""
+
+    def reset(self, function: str, key: int, name: str, **columns: Any) -> None:  # type: ignore[override]
+        self.count, self.target, self.function = 0, 0, function
+
+    def call(self, function: str, name: str) -> str:
+        """
+        Calls a function.
+
+        Args:
+            function: which
+            name: of what
+        """
+        return f"{self.function} {function} {name}"
+
+
+def of_function(completions: Any, function: list[str], **columns: Any) -> list[float]:
+    return [float(len(function[0]))]
+
+
+def test_columns_and_arguments_may_have_any_name() -> None:
+    rows = [{"prompt": "Call.", "function": "sin", "key": 1, "name": "n", "args": 2, "source": 3, "row": 4}]
+    task = environment_task(Caller, rows=rows, metric=of_function)
+    engine = actions('<tool_call>\n{"name": "call", "arguments": {"function": "cos", "name": "x"}}\n</tool_call>')
+    rollout, _ = one(task, engine)
+    assert "<tool_response>\nsin cos x\n</tool_response>" in engine.prompts[1] and rollout.reward == 1.0 + 3.0
+
+
+def raises(completions: Any, **kwargs: Any) -> list[float]:
+    raise KeyError("gold")
+
+
+def test_a_reward_function_that_raises_says_where() -> None:
+    rollout, _ = one(environment_task(metric=raises), actions())
+    assert (rollout.error, rollout.reward) == ("reward", None)
+    assert "KeyError: 'gold'" in rollout.error_message and "in raises" in rollout.error_message
+
+
+def test_an_action_that_raises_has_not_the_reward_of_the_one_before() -> None:
+    task = environment_task(Stepwise)
+    engine = actions(tool_call("add", step=2), tool_call("add", steps=2), tool_call("look"))
+    _, calls = one(task, engine, reward_set="turn", examples=row(task, 4))
+    assert [call.turn_reward for call in calls[:-1]] == [0.2, 0.0, 0.2]
+
+
 def test_wrong_arguments_are_an_observation() -> None:
     engine = actions(tool_call("add", steps=1))
     assert one(environment_task(), engine)[0].error is None
@@ -207,6 +253,21 @@ def test_long_observations_are_cut_with_a_mark() -> None:
     engine = actions(tool_call("long"))
     _, calls = one(environment_task(Bad, max_observation=50), engine)
     assert " […]\n</tool_response>" in engine.prompts[1] and 40 < calls[0].observation_tokens <= 50
+
+
+def test_each_of_several_long_observations_is_cut() -> None:
+    """Cut to one length, which is measured after a cut by characters: megabytes are not tokenized."""
+    engine = actions("\n".join([tool_call("long"), tool_call("parts"), tool_call("long")]))
+    _, calls = one(environment_task(Bad, max_observation=300), engine, max_tokens=200)
+    first, second, third = engine.prompts[1].split("<tool_response>\n")[-3:]
+    assert first == third.partition("<|im_end|>")[0] + "\n" and " […]" in first and second.startswith("one\ntwo\n")
+    assert 250 < calls[0].observation_tokens <= 300
+
+
+def test_half_a_character_is_replaced() -> None:
+    engine = actions(tool_call("half"))
+    assert one(environment_task(Bad), engine)[0].error is None
+    assert "<tool_response>\na\ufffdb\n</tool_response>" in engine.prompts[1]
 
 
 def test_parts_of_a_message_are_its_texts() -> None:
@@ -307,6 +368,19 @@ class Untyped(Counter):
         return x
 
 
+class Unknown(Counter):
+    """A hint that names nothing, as one that only type checkers import."""
+
+    def first(self, x: Nothing) -> int:  # type: ignore[name-defined]  # noqa: F821
+        """
+        Doubles.
+
+        Args:
+            x: a number
+        """
+        return int(2 * x)
+
+
 class Needy:
     """Wants an argument."""
 
@@ -343,6 +417,8 @@ class Narrow(Counter):
         ({"rows": [{"prompt": 3}]}, "prompt is 3, expected a text, or messages"),
         ({"rows": [{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}]}, "whose content is no text"),
         ({"metric": lambda record: 1.0}, "expected (record, prediction)"),
+        ({"metric": lambda completions, gold, **columns: [1.0]}, "asks for gold, and records have id, prompt, target"),
+        ({"world": Unknown}, "name 'Nothing' is not defined"),
     ],
 )
 def test_what_is_no_environment_is_refused(options: dict[str, Any], wanted: str) -> None:
