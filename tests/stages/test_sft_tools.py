@@ -115,7 +115,7 @@ def test_results_belong_to_calls_by_their_ids() -> None:
     calls = [{"id": name, "function": {"name": name, "arguments": {}}} for name in ("look", "go")]
     results = [{"role": "tool", "content": "…", "tool_call_id": name} for name in ("go", "look")]
     ask, end = {"role": "user", "content": "?"}, {"role": "assistant", "content": "."}
-    talk = [ask, {"role": "assistant", "content": None, "tool_calls": calls}, *results, end]
+    talk: list[dict[str, Any]] = [ask, {"role": "assistant", "content": None, "tool_calls": calls}, *results, end]
     assert [m["name"] for m in read(messages=talk, tools=TOOLS).messages if m["role"] == "tool"] == ["go", "look"]
     unmarked = [{**message, "tool_call_id": None} if "tool_call_id" in message else message for message in talk]
     assert [m["name"] for m in read(messages=unmarked, tools=TOOLS).messages if m["role"] == "tool"] == ["look", "go"]

@@ -14,7 +14,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from mmrl.errors import ConfigError, ProgramFailure, RewardFailure, RolloutError, ToolFailure, refuse
+from mmrl.errors import ConfigError, ProgramFailure, RewardFailure, RolloutError, Stopped, ToolFailure, refuse
 from mmrl.system.objects import imported
 from mmrl.system.user_code import Worker, as_number, is_async, on_agent_loop, user_failure
 from mmrl.tasks.base import Context, Message
@@ -51,7 +51,9 @@ class ClassSource(Source):
         # One is made here, as TRL does: what a factory makes says which methods there are.
         try:
             probe = self._factory()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
+            if isinstance(error, SystemExit) and error.code == Stopped.exit_code:  # SIGTERM, for `mmrl.cli`
+                raise
             raise ConfigError(str(user_failure(ProgramFailure, error, f"{key}: {path}() raised "))) from None
         if not callable(getattr(probe, "reset", None)):
             raise ConfigError(f"{key}: {path} has no method `reset`; expected an environment, as in TRL")

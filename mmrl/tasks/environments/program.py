@@ -194,6 +194,8 @@ def prompt(row: Mapping[str, Any], said: str) -> Sequence[Message]:
     """Return a record's prompt, with what `reset` said at the end of its last message; without one, that alone."""
     given = row.get("prompt", "")
     messages = [{"role": "user", "content": given}] if isinstance(given, str) else [dict(part) for part in given]
+    for message in messages:
+        message["content"] = message["content"] or ""  # null beside tool calls, in OpenAI's form
     if said:
         messages[-1]["content"] += said
     return messages

@@ -192,13 +192,17 @@ def _unused(example: Example, prediction: object) -> float:
     raise NotImplementedError  # `EnvironmentTask.score` scores
 
 
+def _only_calls(message: Mapping[str, Any]) -> bool:
+    return message["content"] is None and bool(message.get("tool_calls"))
+
+
 def _prompt_problem(given: object) -> str:
     """Return what is wrong with a record's prompt; empty if nothing is."""
     if isinstance(given, str):
         return ""
     whole = isinstance(given, Sequence) and bool(given) and all(isinstance(part, Mapping) for part in given)
     if whole and all({"role", "content"} <= part.keys() for part in given):  # type: ignore[attr-defined]
-        if all(isinstance(part["content"], str) for part in given):  # type: ignore[attr-defined]
+        if all(isinstance(part["content"], str) or _only_calls(part) for part in given):  # type: ignore[attr-defined]
             return ""
         return "prompt has a message whose content is no text; mmrl's models read text alone"
     return f"prompt is {given!r:.60}, expected a text, or messages with role and content"

@@ -58,6 +58,15 @@ def test_an_episode_is_played_and_scored_by_its_environment() -> None:
     assert rollout.prediction == {"text": "I am done.", "ended": "answer", "reward": 1.0}
 
 
+def test_prompts_may_have_calls_of_tools() -> None:
+    """As OpenAI writes them: null beside a call."""
+    called = {"id": "c", "type": "function", "function": {"name": "add", "arguments": {"step": 2}}}
+    asked = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": None, "tool_calls": [called]}]
+    task, engine = environment_task(rows=[{"prompt": [*asked, {"role": "tool", "content": "2"}]}]), actions()
+    one(task, engine)
+    assert tool_call("add", step=2) in engine.prompts[0] and "<tool_response>\n2 Reach 4." in engine.prompts[0]
+
+
 def test_reset_gets_every_column() -> None:
     Counter.made.clear()
     task = environment_task(rows=[{"id": "a", "prompt": "Count.", "target": 2, "more": [1]}])
@@ -442,9 +451,9 @@ def test_numbers_that_are_none_fail_the_reward() -> None:
     assert (rollout.error, rollout.reward) == ("reward", None) and "get_reward gave 'much'" in rollout.error_message
 
 
-def test_a_module_that_exits_is_no_end_of_the_process() -> None:
+def test_a_class_that_exits_is_no_end_of_the_process() -> None:
     def leaves() -> None:
         sys.exit(0)
 
-    with pytest.raises((ConfigError, SystemExit)):
+    with pytest.raises(ConfigError, match="raised SystemExit: 0"):
         environment_task(leaves)
