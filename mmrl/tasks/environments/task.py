@@ -179,8 +179,10 @@ class EnvironmentTask(RecordTask):
     def describe(self) -> Mapping[str, object]:
         given = self.config.environment
         named = dict(given) if isinstance(given, Mapping) else given
+        # Without data the mini world has no part in it.
+        made = {} if self.sources else {"data": "episodes of the environment's own, by numbered records"}
         facts = {"environment": named, "tools": list(self.config.tools), "metric": ", ".join(paths_of(self.config))}
-        return {**super().describe(), **{name: display_name(str(v)) for name, v in facts.items() if v}}
+        return {**super().describe(), **made, **{name: display_name(str(v)) for name, v in facts.items() if v}}
 
     @override
     def close(self) -> None:

@@ -338,6 +338,7 @@ def test_without_data_records_are_numbered() -> None:
     config = EnvironmentConfig(name="environment", environment=named(Counter), data=DataConfig(train_items=3))
     task = TASKS["environment"](config, 0)
     assert [example.inputs for example in task.examples("train")] == [{"seed": n} for n in range(3)]
+    assert "mini world" not in str(task.describe()["data"])
     assert not {e.id for e in task.examples("dev")} & {e.id for e in task.examples("test")}
     Counter.made.clear()
     one(task, actions(), examples=[task.examples("train")[2]])
