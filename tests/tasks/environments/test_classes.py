@@ -264,6 +264,12 @@ def test_long_observations_are_cut_with_a_mark() -> None:
     assert " […]\n</tool_response>" in engine.prompts[1] and 40 < calls[0].observation_tokens <= 50
 
 
+def test_long_observations_without_spaces_are_cut_too() -> None:
+    engine = actions(tool_call("dense"))
+    _, calls = one(environment_task(Bad, max_observation=200), engine)
+    assert '["item0","item1"' in engine.prompts[1] and 100 < calls[0].observation_tokens <= 200
+
+
 def test_each_of_several_long_observations_is_cut() -> None:
     """Cut to one length, which is measured after a cut by characters: megabytes are not tokenized."""
     engine = actions("\n".join([tool_call("long"), tool_call("parts"), tool_call("long")]))
