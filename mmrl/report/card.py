@@ -93,12 +93,13 @@ def _front_matter(overview: Overview, facts: CardFacts) -> ModelCardData:
     from huggingface_hub import EvalResult, ModelCardData
 
     task, split, sources = str(overview.get("task.name", "?")), overview.split, overview.get("task.data") or {}
+    mini = sources.get(split) == "mini" and "mini world" in overview.stated_data
     last = next((record for record in overview.history if record["step"] == facts.step), {})
     results = [
         EvalResult(
             task_type="text-generation",
             dataset_type=facts.data.get(split, f"mmrl-{task}"),
-            dataset_name=f"{task}, {split}" + (" (the mini world of mmrl)" if sources.get(split) == "mini" else ""),
+            dataset_name=f"{task}, {split}" + (" (the mini world of mmrl)" if mini else ""),
             dataset_split=split,
             metric_type=name,
             metric_value=round(value, 4),

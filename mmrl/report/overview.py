@@ -235,6 +235,11 @@ class Overview:
         evaluated, resamples = self.items[self.split], int(self.get("eval.bootstrap", 1000))
         return compare_items(evaluated[before], evaluated[after], int(self.get("seed", 0)), resamples, self.main_metric)
 
+    @property
+    def stated_data(self) -> str:
+        """Data in the task's own words: one that makes its data without a source says so."""
+        return str((self.summary.get("facts") or {}).get("data", "mini world"))
+
     @cached_property
     def kind(self) -> list[str]:
         """Description of the run's data and model, in sentences."""
@@ -243,10 +248,8 @@ class Overview:
         splits = (*(() if self.evaluates else ("train",)), str(self.split))
         # The sentence that must not be missing: invented data, no public score.
         mini = [split for split in splits if sources.get(split) in ("mini", "generated")]
-        # A task that makes its data without a source says so.
-        stated = str((self.summary.get("facts") or {}).get("data", "mini world"))
-        if mini and "mini world" not in stated:
-            sentences.append(f"Data: {stated}.")
+        if mini and "mini world" not in self.stated_data:
+            sentences.append(f"Data: {self.stated_data}.")
         elif mini:
             sentences.append(
                 "Data: the embedded mini world, an invented world made by a seeded generator. Its scores say whether "

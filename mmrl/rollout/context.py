@@ -168,7 +168,7 @@ class RolloutContext(Context):
         return len(prompt_ids) - before
 
     @override
-    async def tool(self, name: str, **arguments: object) -> object:
+    async def tool(self, name: str, /, **arguments: object) -> object:
         return await self.remember(name, arguments, partial(self._use, name, arguments))
 
     async def _use(self, name: str, arguments: Mapping[str, object]) -> object:

@@ -5,10 +5,12 @@ Used by `stages.sft` and by the checks of a run: imports no torch, so that a wro
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, Json, ValidationError, field_validator
+from pydantic import BaseModel, Field, Json, ValidationError, ValidationInfo, field_validator
 
 from mmrl import rng
 from mmrl.config import SftRunConfig
@@ -33,6 +35,7 @@ class _Function(BaseModel):
 class _Called(BaseModel, extra="allow"):
     """A call of a tool in a reply."""
 
+    id: str | None = None
     type: Literal["function"] = "function"
     function: _Function
 
@@ -50,6 +53,12 @@ class _ToolMessage(BaseModel):
     tool_calls: list[_Called] | None = None
     name: str | None = None
     tool_call_id: str | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _null(cls, content: object, info: ValidationInfo) -> object:
+        # As OpenAI writes a reply that only calls tools.
+        return "" if content is None and info.data.get("role") == "assistant" else content
 
 
 class _Chat(BaseModel, extra="forbid"):
@@ -72,6 +81,16 @@ class _Talk(BaseModel, extra="forbid"):
     module: str | None = None
     messages: list[_ToolMessage] = Field(min_length=2)
     tools: list[dict[str, Any]] = Field(min_length=1)
+    """Or its JSON text, which TRL takes too: a table would give each schema the keys of all."""
+
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _text(cls, tools: object) -> object:
+        if not isinstance(tools, str):
+            return tools
+        with suppress(ValueError):
+            return json.loads(tools)
+        raise ValueError(f"got {tools!r:.60}, expected a list of functions, or its JSON text")
 
     @field_validator("messages")
     @classmethod
@@ -189,7 +208,7 @@ def _example(row: Row, task: Task, shared: bool) -> Demonstration | Conversation
         for key, value in (row.values if isinstance(row.values, Mapping) else {}).items()
         if value is not None
     }
-    kind = _Fields if "messages" not in fields else _Talk if "tools" in fields else _Chat
+    kind = _Fields if "messages" not in fields else _Talk if "tools" in fields or _calls(fields["messages"]) else _Chat
     try:
         parsed = kind.model_validate(fields)
     except ValidationError as error:
@@ -205,17 +224,25 @@ def _example(row: Row, task: Task, shared: bool) -> Demonstration | Conversation
     return task.program.demonstration(module, parsed.inputs, parsed.outputs)
 
 
+def _calls(messages: object) -> bool:
+    """Return True if messages have calls of tools, or results."""
+    given = messages if isinstance(messages, list) else []
+    return any(isinstance(m, Mapping) and (m.get("tool_calls") or m.get("role") == "tool") for m in given)
+
+
 def _named(messages: Sequence[_ToolMessage]) -> list[Message]:
     """Return messages, with the name of its function in each tool result, which some templates write."""
-    called: list[str] = []
+    called: list[_Called] = []
     found: list[Message] = []
     for message in messages:
         fields = message.model_dump(exclude_none=True)
         if message.role == "assistant":
-            called = [call.function.name for call in message.tool_calls or ()]
+            called = list(message.tool_calls or ())
         elif message.role == "tool" and called:
-            name = called.pop(0)
-            fields.setdefault("name", name)
+            # By its id; without one, in the order of the calls.
+            own = next((call for call in called if call.id is not None and call.id == message.tool_call_id), called[0])
+            called.remove(own)
+            fields.setdefault("name", own.function.name)
         found.append(fields)
     return found
 

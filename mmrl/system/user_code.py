@@ -52,7 +52,7 @@ _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 _SLOTS = threading.BoundedSemaphore(MOST_AT_ONCE)
 
 
-async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+async def in_thread(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
     """Call what may block in a thread of its own, with the caller's context variables (DSPy keeps its settings there).
 
     A thread for each call and no shared pool: a function that waits for another one would fill the pool and wait for
@@ -105,7 +105,7 @@ class Worker:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def call(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a function in it, with the caller's context variables."""
         outcome: Future[T] = Future()
         outcome.set_running_or_notify_cancel()  # as in `in_thread`

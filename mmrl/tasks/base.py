@@ -83,7 +83,7 @@ class Context(Protocol):
         """Count the tokens that `observation` would add to the context of a reply, the frame of a new turn included."""
         ...
 
-    async def tool(self, name: str, **arguments: object) -> Any:
+    async def tool(self, name: str, /, **arguments: object) -> Any:
         """Run a tool of the task; its result is recorded on the tape, so it must be JSON-serialisable."""
         ...
 

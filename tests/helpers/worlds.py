@@ -177,6 +177,14 @@ class Bad(Counter):
         """Says much."""
         return " ".join(f"word{n}" for n in range(5000))
 
+    def dense(self) -> str:
+        """Says much without a space."""
+        return "[" + ",".join(f'"item{n}"' for n in range(5000)) + "]"
+
+    def half(self) -> str:
+        """Gives half a character, which no tokenizer takes."""
+        return "a\ud800b"
+
     def parts(self) -> list[dict[str, str]]:
         """Gives parts of a message."""
         return [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +12,9 @@ import pytest
 from mmrl.errors import RequestFailure
 from mmrl.models.replies import message_of, tools_problem
 from mmrl.stages.sft import turns_of
+from mmrl.stages.sft_data import read_file
 from mmrl.tasks.base import Conversation
-from tests.helpers.gateway import TEMPLATES, tokenizer
+from tests.helpers.gateway import TEMPLATES, named, tokenizer
 
 TOOLS = [
     {
@@ -82,3 +85,37 @@ def test_contexts_are_those_of_the_whole_conversation(template: str) -> None:
     *_, last = turns_of(loaded, Conversation(module="agent", messages=TALK, tools=TOOLS))
     whole = loaded.apply_chat_template(TALK, tools=TOOLS, tokenize=False)
     assert loaded.decode(list(last.prompt_ids + last.completion_ids)) == whole.rstrip("\n")
+
+
+def read(**record: Any) -> Any:
+    """The conversation of a record, as a stage reads it."""
+    algo = SimpleNamespace(file=named([record]), modules=None)
+    config: Any = SimpleNamespace(algo=algo, model=SimpleNamespace(modules=None))
+    task: Any = SimpleNamespace(name="environment", program=SimpleNamespace(modules=("agent",)))
+    ((_, conversation),) = read_file(config, task)
+    return conversation
+
+
+def test_the_forms_of_openai_and_trl_are_one_conversation() -> None:
+    """Arguments and tools as JSON texts, a reply of calls alone with null, keys that a table has filled with null."""
+    openai = [{key: value for key, value in message.items() if key != "name"} | {"refusal": None} for message in TALK]
+    for message in openai:
+        for call in message.get("tool_calls", ()):
+            message["content"] = None
+            message["tool_calls"] = [
+                {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+            ]
+    table = [{"tool_calls": None, "name": None, "tool_call_id": None} | message for message in TALK]
+    wanted = read(messages=TALK, tools=TOOLS)
+    assert read(messages=openai, tools=TOOLS) == read(messages=table, tools=json.dumps(TOOLS)) == wanted
+    assert [message.get("name") for message in wanted.messages] == [m.get("name") for m in TALK]
+
+
+def test_results_belong_to_calls_by_their_ids() -> None:
+    calls = [{"id": name, "function": {"name": name, "arguments": {}}} for name in ("look", "go")]
+    results = [{"role": "tool", "content": "…", "tool_call_id": name} for name in ("go", "look")]
+    ask, end = {"role": "user", "content": "?"}, {"role": "assistant", "content": "."}
+    talk: list[dict[str, Any]] = [ask, {"role": "assistant", "content": None, "tool_calls": calls}, *results, end]
+    assert [m["name"] for m in read(messages=talk, tools=TOOLS).messages if m["role"] == "tool"] == ["go", "look"]
+    unmarked = [{**message, "tool_call_id": None} if "tool_call_id" in message else message for message in talk]
+    assert [m["name"] for m in read(messages=unmarked, tools=TOOLS).messages if m["role"] == "tool"] == ["look", "go"]

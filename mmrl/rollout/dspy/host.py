@@ -79,7 +79,7 @@ class Host(tape.Host):
         raise raised
 
     @override
-    async def tool(self, name: str, **arguments: object) -> object:
+    async def tool(self, name: str, /, **arguments: object) -> object:
         self.raise_failure()
         with self._first_failure():
             return await self.ctx.tool(name, **arguments)

@@ -60,7 +60,8 @@ def fit_observation(
     observation = frame(text)
     if ctx.measure(observation, after=reply) <= limit:
         return observation, True
-    ends = [0, *(word.end() for word in re.finditer(r"\S+", text))]
+    # Inside of what is longer than a word: JSON without spaces, Chinese.
+    ends = [0, *(word.end() for word in re.finditer(r"\S{1,64}", text))]
     # Wherever bisection ends, the cut before that place has been measured and fits (or there is none).
     fitting = bisect_right(ends, limit, key=lambda end: ctx.measure(frame(text[:end]), after=reply))
     cut = frame(text[: ends[max(0, fitting - 1)]])

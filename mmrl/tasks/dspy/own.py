@@ -397,7 +397,7 @@ def scored(result: object, source: str) -> Score:
 # --- user code by its signature, before it runs
 
 
-def refusing_signature(function: Callable[..., Any], *args: object, **named: object) -> str | None:
+def refusing_signature(function: Callable[..., Any], /, *args: object, **named: object) -> str | None:
     """Return a function's parameter list as text, if it cannot be called with these arguments."""
     try:
         signature = inspect.signature(function)

@@ -19,7 +19,7 @@ T = TypeVar("T")
 class Host(Protocol):
     """Rollout's interface to the module that it runs."""
 
-    def tool(self, name: str, **arguments: object) -> Coroutine[Any, Any, Any]:
+    def tool(self, name: str, /, **arguments: object) -> Coroutine[Any, Any, Any]:
         """Call `Context.tool` of the rollout."""
         ...
 
@@ -65,7 +65,7 @@ def current() -> Host | None:
     return _HOST.get()
 
 
-async def use_tool(name: str, **arguments: object) -> Any:
+async def use_tool(name: str, /, **arguments: object) -> Any:
     """Use one of the task's tools from a module's `aforward`; its result is recorded and replayed.
 
     Raises:
@@ -76,7 +76,7 @@ async def use_tool(name: str, **arguments: object) -> Any:
     return await host.awaited(host.tool(name, **arguments))
 
 
-def use_tool_sync(name: str, **arguments: object) -> Any:
+def use_tool_sync(name: str, /, **arguments: object) -> Any:
     """Use a tool from a module that has only `forward`."""
     host = of_rollout(name)
     return host.wait(host.tool(name, **arguments))

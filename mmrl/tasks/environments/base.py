@@ -51,7 +51,7 @@ class Session(ABC):
         """Return the episode's own reward; None: it has none."""
         return None
 
-    async def call(self, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    async def call(self, function: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
         """Call code of the user's where the session's own code runs; awaits what is async."""
         raise NotImplementedError
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from mmrl.errors import ConfigError, ProgramFailure, RewardFailure, RolloutError, ToolFailure, refuse
+from mmrl.errors import ConfigError, ProgramFailure, RewardFailure, RolloutError, Stopped, ToolFailure, refuse
 from mmrl.system.objects import imported
 from mmrl.system.user_code import Worker, as_number, is_async, on_agent_loop, user_failure
 from mmrl.tasks.base import Context, Message
@@ -51,7 +51,9 @@ class ClassSource(Source):
         # One is made here, as TRL does: what a factory makes says which methods there are.
         try:
             probe = self._factory()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
+            if isinstance(error, SystemExit) and error.code == Stopped.exit_code:  # SIGTERM, for `mmrl.cli`
+                raise
             raise ConfigError(str(user_failure(ProgramFailure, error, f"{key}: {path}() raised "))) from None
         if not callable(getattr(probe, "reset", None)):
             raise ConfigError(f"{key}: {path} has no method `reset`; expected an environment, as in TRL")
@@ -121,7 +123,7 @@ class ObjectSession(Session):
         self._abandoned = False
 
     @override
-    async def call(self, function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    async def call(self, function: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
         if is_async(function):
             return await on_agent_loop(function(*args, **named))
         # One thread for all its calls: a database's connection, a browser, a lock may belong to a thread.
@@ -144,7 +146,6 @@ class ObjectSession(Session):
         function = getattr(self.instance, name) if self.tools is None else self.tools[name]
         failed = False
         try:
-            # Arguments that are no mapping raise here too, as in TRL.
             result = await self.call(function, **arguments)
         except RolloutError:
             raise
@@ -155,7 +156,8 @@ class ObjectSession(Session):
             failed=failed,
             done=bool(await self._read("_done")),
             state=None if (state := await self._read("_state")) is None else str(state),
-            turn_reward=await self._number("_turn_reward"),
+            # What raised may have left the reward of an earlier action there.
+            turn_reward=None if failed else await self._number("_turn_reward"),
         )
 
     @override
@@ -209,18 +211,14 @@ def schemas(functions: Mapping[str, Callable[..., Any]], where: str, problems: l
         where: what stands before a name, in messages.
         problems: gets a sentence for each that does not say what it takes.
     """
-    from transformers.utils.chat_template_utils import (
-        DocstringParsingException,
-        TypeHintParsingException,
-        get_json_schema,
-    )
+    from transformers.utils.chat_template_utils import get_json_schema
 
     found = []
     for name, function in functions.items():
         try:
             described = get_json_schema(function)["function"]
             found.append({"type": "function", "function": {**described, "name": name}})
-        except (DocstringParsingException, TypeHintParsingException) as error:
+        except Exception as error:  # its own, and what evaluating the user's hints raises
             problems.append(
                 f"{where}{name}: {error}; a tool needs a docstring with an Args section, and a type for each argument"
             )

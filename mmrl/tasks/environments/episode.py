@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 from mmrl.errors import ReplayDivergence, ToolFailure
+from mmrl.retrieval.base import whole_text
 from mmrl.tasks.base import Context
 from mmrl.tasks.environments.base import Observation, Session, Source
 
@@ -66,6 +67,8 @@ class Episode:
         """Use a tool; one that nobody has is an observation too."""
         if name not in self._tools:
             return Observation(text=str({"error": f"Tool {name} not found."}), failed=True)
+        if not isinstance(arguments, Mapping):  # a model writes what it likes
+            return Observation(text=str({"error": f"arguments: got {arguments!r:.60}, expected names"}), failed=True)
         if self._stateless(name):
             return Observation(**await self._ctx.remember(name, arguments, lambda: self._act(name, arguments)))
         return Observation(**await self._recorded(name, arguments, lambda: self._act(name, arguments)))
@@ -123,11 +126,12 @@ class Episode:
     async def _reset(self) -> str:
         assert self._world is not None
         session = await self._session(self._world)
-        return await self.limited(session, session.reset(self._row), RESET)
+        return whole_text(await self.limited(session, session.reset(self._row), RESET))
 
     async def _act(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         session = await self._session(self._tools[name])
-        return asdict(await self.limited(session, session.act(name, arguments), name))
+        observed = await self.limited(session, session.act(name, arguments), name)
+        return asdict(replace(observed, text=whole_text(observed.text)))
 
     async def _session(self, source: Source) -> Session:
         if source not in self._sessions:

@@ -203,8 +203,6 @@ class Connection:
         from mcp.types import CONNECTION_CLOSED
 
         client = await self._client
-        if not isinstance(arguments, Mapping):  # a model writes what it likes
-            return Observation(text=str({"error": f"arguments: got {arguments!r:.60}, expected names"}), failed=True)
         try:
             result = await client.call_tool(name, dict(arguments))
         except MCPError as error:

@@ -167,18 +167,21 @@ class EnvironmentProgram:
         return results, observations[-1].done, states[-1] if states else "\n".join(o.text for o in observations)
 
     def _fitting(self, ctx: Context, reply: Reply, results: list[Message]) -> Sequence[Message] | None:
-        """Return the messages of a turn's tools, the longest cut where there is no room; None: not even then."""
+        """Return the messages of a turn's tools, the longest ones cut where there is no room; None: not even then."""
         room = (self.config.max_context or CONTEXT) - len(reply.context) - 1
         limit = min(self.config.max_observation, room)
-        if ctx.measure(results, after=reply) <= limit:
-            return results
-        longest = max(range(len(results)), key=lambda number: len(results[number]["content"]))
 
         def frame(text: str) -> Sequence[Message]:
-            shorter: Message = {**results[longest], "content": text + CUT}
-            return [shorter if number == longest else message for number, message in enumerate(results)]
+            """Cut whatever is longer than `text`."""
+            return [
+                {**message, "content": message["content"][: len(text)] + CUT}
+                if len(message["content"]) > len(text)
+                else message
+                for message in results
+            ]
 
-        cut, fits = fit_observation(ctx, reply, results[longest]["content"], frame, limit)
+        longest = max((message["content"] for message in results), key=len)
+        cut, fits = fit_observation(ctx, reply, longest, frame, limit)
         return cut if fits else None
 
 
@@ -191,6 +194,8 @@ def prompt(row: Mapping[str, Any], said: str) -> Sequence[Message]:
     """Return a record's prompt, with what `reset` said at the end of its last message; without one, that alone."""
     given = row.get("prompt", "")
     messages = [{"role": "user", "content": given}] if isinstance(given, str) else [dict(part) for part in given]
+    for message in messages:
+        message["content"] = message["content"] or ""  # null beside tool calls, in OpenAI's form
     if said:
         messages[-1]["content"] += said
     return messages

@@ -7,14 +7,18 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mmrl.errors import RewardFailure
-from mmrl.system.user_code import as_number, call_scorer
+from mmrl.errors import RewardFailure, RolloutError
+from mmrl.system.user_code import as_number, call_scorer, user_failure
 from mmrl.tasks.base import Score
 from mmrl.tasks.dspy.own import refusing_signature, scored
 from mmrl.tasks.environments.program import Played
 
 BATCH = frozenset({"prompts", "completions", "completion_ids", "environments"})
 """Arguments by which a reward function of TRL is known: lists, here of one episode each."""
+
+
+_UNUSED: Mapping[str, object] = {"trainer_state": None, "log_extra": lambda column, values: None}
+"""What TRL gives too, and no episode has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +36,16 @@ class EpisodeMetric:
         """Score an episode, in the thread of its environment where the metric looks into that.
 
         Raises:
-            RewardFailure: it gave no number.
+            RewardFailure: it raised, or gave no number.
         """
+        try:
+            return await self._called(record, played)
+        except RolloutError:
+            raise
+        except Exception as error:
+            raise user_failure(RewardFailure, error, f"{self.source} raised ") from error
+
+    async def _called(self, record: Mapping[str, Any], played: Played) -> Score:
         names, extra = _parameters(self.function)
         run: Callable[..., Awaitable[Any]] = call_scorer
         if played.session is not None and played.instance is not None and ({"environment", "environments"} & names):
@@ -71,6 +83,23 @@ class EpisodeMetric:
             "function of TRL (completions, **kwargs)"
         )
 
+    def row_problem(self, row: Mapping[str, Any], in_process: bool) -> str:
+        """Return the reason why an episode of a record cannot be scored; empty where it can.
+
+        Args:
+            in_process: the environment is an object in this process.
+        """
+        if not self.of_batches:
+            return ""
+        parameters = inspect.signature(self.function).parameters.values()
+        needed = [
+            p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+        ]
+        known = {*row, *BATCH, *_UNUSED, "log_metric"} - {"prompt"} - (set() if in_process else {"environments"})
+        if not (missing := [name for name in needed if name not in known]):
+            return ""
+        return f"{self.source} asks for {', '.join(missing)}, and records have {', '.join(row) or 'no columns'}"
+
     def batch(self, record: Mapping[str, Any], played: Played, logged: dict[str, float]) -> dict[str, Any]:
         """Return the arguments that TRL gives: a batch of one, each column a list."""
         columns = {name: [value] for name, value in record.items() if name != "prompt"}
@@ -80,8 +109,7 @@ class EpisodeMetric:
         def log_metric(name: str, value: float) -> None:
             logged[name] = value
 
-        unused = {"trainer_state": None, "log_extra": lambda column, values: None}
-        return {**columns, **batch, **environments, **unused, "log_metric": log_metric}
+        return {**columns, **batch, **environments, **_UNUSED, "log_metric": log_metric}
 
     def _first(self, result: Any, played: Played, logged: Mapping[str, float]) -> Score:
         values = list(result) if isinstance(result, list | tuple) or hasattr(result, "tolist") else None
@@ -97,12 +125,15 @@ class EpisodeMetric:
 
 def _parameters(function: Callable[..., Any]) -> tuple[set[str], bool]:
     """Return the names of a function's parameters, and whether it takes any others."""
-    parameters = inspect.signature(function).parameters.values()
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # of compiled code, which does not say
+        return set(), False
     extra = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     return {p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}, extra
 
 
-def _bound(function: Callable[..., Any], *args: Any, **named: Any) -> Callable[[], Any]:
+def _bound(function: Callable[..., Any], /, *args: Any, **named: Any) -> Callable[[], Any]:
     """Return a function without arguments, async where the function is."""
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
 

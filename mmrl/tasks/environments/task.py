@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from typing_extensions import override
@@ -36,7 +36,7 @@ class EnvironmentTask(RecordTask):
         problems: list[str] = []
         self.worlds: dict[str, Source] = {}
         self.beside: list[Source] = []
-        metrics: dict[str, Callable[..., Any]] = {}
+        metrics: dict[str, EpisodeMetric] = {}
         for name, path in config.worlds.items():
             key = f"task.environment.{name}" if name else "task.environment"
             with gathered(problems):
@@ -61,6 +61,7 @@ class EnvironmentTask(RecordTask):
                 "function"
             )
         refuse([*problems, *self._name_problems(config)])
+        self._functions = tuple(metrics.values())
         self._metric = as_one(metrics, config) if metrics else None
         turns = self.worlds and all(world.has_turn_rewards for world in self.worlds.values())
         self.reward_sets = ("outcome", "turn") if turns else ("outcome",)
@@ -127,6 +128,9 @@ class EnvironmentTask(RecordTask):
             )
         if world is not None and (problem := world.row_problem(columns(fields, self.worlds))):
             raise DataError(f"{key}: {row.where}: {problem}")
+        for metric in self._functions:
+            if problem := metric.row_problem(fields, isinstance(world, ClassSource)):
+                raise DataError(f"{key}: {row.where}: {problem}")
         if problem := _prompt_problem(fields.get("prompt", "")):
             raise DataError(f"{key}: {row.where}: {problem}")
         return Example(id=record_id(fields, "id", otherwise=number), inputs=fields, metadata=fields)
@@ -195,13 +199,17 @@ def _unused(example: Example, prediction: object) -> float:
     raise NotImplementedError  # `EnvironmentTask.score` scores
 
 
+def _only_calls(message: Mapping[str, Any]) -> bool:
+    return message["content"] is None and bool(message.get("tool_calls"))
+
+
 def _prompt_problem(given: object) -> str:
     """Return what is wrong with a record's prompt; empty if nothing is."""
     if isinstance(given, str):
         return ""
     whole = isinstance(given, Sequence) and bool(given) and all(isinstance(part, Mapping) for part in given)
     if whole and all({"role", "content"} <= part.keys() for part in given):  # type: ignore[attr-defined]
-        if all(isinstance(part["content"], str) for part in given):  # type: ignore[attr-defined]
+        if all(isinstance(part["content"], str) or _only_calls(part) for part in given):  # type: ignore[attr-defined]
             return ""
         return "prompt has a message whose content is no text; mmrl's models read text alone"
     return f"prompt is {given!r:.60}, expected a text, or messages with role and content"

@@ -58,6 +58,15 @@ def test_an_episode_is_played_and_scored_by_its_environment() -> None:
     assert rollout.prediction == {"text": "I am done.", "ended": "answer", "reward": 1.0}
 
 
+def test_prompts_may_have_calls_of_tools() -> None:
+    """As OpenAI writes them: null beside a call."""
+    called = {"id": "c", "type": "function", "function": {"name": "add", "arguments": {"step": 2}}}
+    asked = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": None, "tool_calls": [called]}]
+    task, engine = environment_task(rows=[{"prompt": [*asked, {"role": "tool", "content": "2"}]}]), actions()
+    one(task, engine)
+    assert tool_call("add", step=2) in engine.prompts[0] and "<tool_response>\n2 Reach 4." in engine.prompts[0]
+
+
 def test_reset_gets_every_column() -> None:
     Counter.made.clear()
     task = environment_task(rows=[{"id": "a", "prompt": "Count.", "target": 2, "more": [1]}])
@@ -127,6 +136,52 @@ def test_errors_of_tools_are_observations_as_trl_writes_them(call: str, wanted: 
     rollout, _ = one(environment_task(), engine)
     assert f"<tool_response>\n{wanted}\n</tool_response>" in engine.prompts[1]
     assert rollout.metrics["tool_errors"] == 1 and rollout.error is None
+
+
+class Caller(Counter):
+    """Its columns and arguments have names that functions of mmrl have too."""
+
+    def reset(self, function: str, key: int, name: str, **columns: Any) -> None:  # type: ignore[override]
+        self.count, self.target, self.function = 0, 0, function
+
+    def call(self, function: str, name: str) -> str:
+        """
+        Calls a function.
+
+        Args:
+            function: which
+            name: of what
+        """
+        return f"{self.function} {function} {name}"
+
+
+def of_function(completions: Any, function: list[str], **columns: Any) -> list[float]:
+    return [float(len(function[0]))]
+
+
+def test_columns_and_arguments_may_have_any_name() -> None:
+    rows = [{"prompt": "Call.", "function": "sin", "key": 1, "name": "n", "args": 2, "source": 3, "row": 4}]
+    task = environment_task(Caller, rows=rows, metric=of_function)
+    engine = actions('<tool_call>\n{"name": "call", "arguments": {"function": "cos", "name": "x"}}\n</tool_call>')
+    rollout, _ = one(task, engine)
+    assert "<tool_response>\nsin cos x\n</tool_response>" in engine.prompts[1] and rollout.reward == 1.0 + 3.0
+
+
+def raises(completions: Any, **kwargs: Any) -> list[float]:
+    raise KeyError("gold")
+
+
+def test_a_reward_function_that_raises_says_where() -> None:
+    rollout, _ = one(environment_task(metric=raises), actions())
+    assert (rollout.error, rollout.reward) == ("reward", None)
+    assert "KeyError: 'gold'" in rollout.error_message and "in raises" in rollout.error_message
+
+
+def test_an_action_that_raises_has_not_the_reward_of_the_one_before() -> None:
+    task = environment_task(Stepwise)
+    engine = actions(tool_call("add", step=2), tool_call("add", steps=2), tool_call("look"))
+    _, calls = one(task, engine, reward_set="turn", examples=row(task, 4))
+    assert [call.turn_reward for call in calls[:-1]] == [0.2, 0.0, 0.2]
 
 
 def test_wrong_arguments_are_an_observation() -> None:
@@ -209,6 +264,27 @@ def test_long_observations_are_cut_with_a_mark() -> None:
     assert " […]\n</tool_response>" in engine.prompts[1] and 40 < calls[0].observation_tokens <= 50
 
 
+def test_long_observations_without_spaces_are_cut_too() -> None:
+    engine = actions(tool_call("dense"))
+    _, calls = one(environment_task(Bad, max_observation=200), engine)
+    assert '["item0","item1"' in engine.prompts[1] and 100 < calls[0].observation_tokens <= 200
+
+
+def test_each_of_several_long_observations_is_cut() -> None:
+    """Cut to one length, which is measured after a cut by characters: megabytes are not tokenized."""
+    engine = actions("\n".join([tool_call("long"), tool_call("parts"), tool_call("long")]))
+    _, calls = one(environment_task(Bad, max_observation=300), engine, max_tokens=200)
+    first, second, third = engine.prompts[1].split("<tool_response>\n")[-3:]
+    assert first == third.partition("<|im_end|>")[0] + "\n" and " […]" in first and second.startswith("one\ntwo\n")
+    assert 250 < calls[0].observation_tokens <= 300
+
+
+def test_half_a_character_is_replaced() -> None:
+    engine = actions(tool_call("half"))
+    assert one(environment_task(Bad), engine)[0].error is None
+    assert "<tool_response>\na\ufffdb\n</tool_response>" in engine.prompts[1]
+
+
 def test_parts_of_a_message_are_its_texts() -> None:
     engine = actions(tool_call("parts"))
     one(environment_task(Bad), engine)
@@ -268,6 +344,7 @@ def test_without_data_records_are_numbered() -> None:
     config = EnvironmentConfig(name="environment", environment=named(Counter), data=DataConfig(train_items=3))
     task = TASKS["environment"](config, 0)
     assert [example.inputs for example in task.examples("train")] == [{"seed": n} for n in range(3)]
+    assert "mini world" not in str(task.describe()["data"])
     assert not {e.id for e in task.examples("dev")} & {e.id for e in task.examples("test")}
     Counter.made.clear()
     one(task, actions(), examples=[task.examples("train")[2]])
@@ -308,6 +385,19 @@ class Untyped(Counter):
         return x
 
 
+class Unknown(Counter):
+    """A hint that names nothing, as one that only type checkers import."""
+
+    def first(self, x: Nothing) -> int:  # type: ignore[name-defined]  # noqa: F821
+        """
+        Doubles.
+
+        Args:
+            x: a number
+        """
+        return int(2 * x)
+
+
 class Needy:
     """Wants an argument."""
 
@@ -344,6 +434,8 @@ class Narrow(Counter):
         ({"rows": [{"prompt": 3}]}, "prompt is 3, expected a text, or messages"),
         ({"rows": [{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}]}, "whose content is no text"),
         ({"metric": lambda record: 1.0}, "expected (record, prediction)"),
+        ({"metric": lambda completions, gold, **columns: [1.0]}, "asks for gold, and records have id, prompt, target"),
+        ({"world": Unknown}, "name 'Nothing' is not defined"),
     ],
 )
 def test_what_is_no_environment_is_refused(options: dict[str, Any], wanted: str) -> None:
@@ -367,9 +459,9 @@ def test_numbers_that_are_none_fail_the_reward() -> None:
     assert (rollout.error, rollout.reward) == ("reward", None) and "get_reward gave 'much'" in rollout.error_message
 
 
-def test_a_module_that_exits_is_no_end_of_the_process() -> None:
+def test_a_class_that_exits_is_no_end_of_the_process() -> None:
     def leaves() -> None:
         sys.exit(0)
 
-    with pytest.raises((ConfigError, SystemExit)):
+    with pytest.raises(ConfigError, match="raised SystemExit: 0"):
         environment_task(leaves)

@@ -20,7 +20,6 @@ from mmrl.config.tasks import EnvironmentConfig
 from mmrl.errors import ConfigError
 from mmrl.rollout.plans import independent
 from mmrl.system.child_process import free_port
-from mmrl.system.portal import Job, rollout_loop
 from mmrl.tasks.environments import mcp
 from tests.helpers import TOP, mcp_server
 from tests.helpers.gateway import one, rolled_out
@@ -222,11 +221,10 @@ def test_settings_by_which_nothing_can_be_played_again(url: str) -> None:
 
 
 def test_arguments_that_are_no_names_are_an_observation(url: str) -> None:
-    source = served(url).beside[0]
-    session = Job(source.open(None), rollout_loop()).ended.result()
-    observation = Job(session.act("add", 3), rollout_loop()).ended.result()
-    assert observation.failed and "got 3, expected names" in observation.text
-    Job(session.close(), rollout_loop()).ended.result()
+    engine = actions('<tool_call>\n{"name": "add", "arguments": 3}\n</tool_call>')
+    rollout, _ = one(served(url), engine)
+    assert rollout.error is None and rollout.metrics["tool_errors"] == 1
+    assert "got 3, expected names" in engine.prompts[1]
 
 
 def refusal(tool: str, **options: Any) -> str:

@@ -66,6 +66,19 @@ def test_an_environment_that_does_not_repeat_itself_fails_the_fork() -> None:
     assert "for add(step=2): text was '2 0." in message and "task.deterministic=false" in message
 
 
+def test_arguments_that_are_none_are_no_action_of_the_environment() -> None:
+    """A model writes a list in place of names: no fork stumbles over it."""
+
+    class Listing(Pathwise):
+        def reply(self, request: Request) -> str:
+            text = super().reply(request)
+            return text.replace('{"step": 2}', "[2]")
+
+    forest = forked(environment_task(), Listing())
+    assert [rollout.error for rollout in forest.rollouts] == [None] * 3
+    assert [rollout.metrics["tool_errors"] for rollout in forest.rollouts] == [2.0] * 3
+
+
 class Forgetful(Counter):
     """Begins each episode of a record somewhere else."""
 
