@@ -7,7 +7,7 @@ session says on the tape of its rollout; a session itself knows nothing of forks
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,10 +50,6 @@ class Session(ABC):
     async def reward(self) -> float | None:
         """Return the episode's own reward; None: it has none."""
         return None
-
-    async def call(self, function: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
-        """Call code of the user's where the session's own code runs; awaits what is async."""
-        raise NotImplementedError
 
     def abandon(self) -> None:  # noqa: B027 (most have nothing that could block)
         """Give up a session whose call did not end in time."""

@@ -122,8 +122,8 @@ class ObjectSession(Session):
         self._worker = Worker()
         self._abandoned = False
 
-    @override
     async def call(self, function: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
+        """Call code of the user's where the session's own code runs; awaits what is async."""
         if is_async(function):
             return await on_agent_loop(function(*args, **named))
         # One thread for all its calls: a database's connection, a browser, a lock may belong to a thread.

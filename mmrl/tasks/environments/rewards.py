@@ -11,6 +11,7 @@ from mmrl.errors import RewardFailure, RolloutError
 from mmrl.system.user_code import as_number, call_scorer, user_failure
 from mmrl.tasks.base import Score
 from mmrl.tasks.dspy.own import refusing_signature, scored
+from mmrl.tasks.environments.classes import ObjectSession
 from mmrl.tasks.environments.program import Played
 
 BATCH = frozenset({"prompts", "completions", "completion_ids", "environments"})
@@ -48,7 +49,7 @@ class EpisodeMetric:
     async def _called(self, record: Mapping[str, Any], played: Played) -> Score:
         names, extra = _parameters(self.function)
         run: Callable[..., Awaitable[Any]] = call_scorer
-        if played.session is not None and played.instance is not None and ({"environment", "environments"} & names):
+        if isinstance(played.session, ObjectSession) and ({"environment", "environments"} & names):
             run = played.session.call
         if not self.of_batches:
             about = {"environment": played.instance} if "environment" in names else {}

@@ -66,7 +66,7 @@ class EnvironmentTask(RecordTask):
         turns = self.worlds and all(world.has_turn_rewards for world in self.worlds.values())
         self.reward_sets = ("outcome", "turn") if turns else ("outcome",)
         program = EnvironmentProgram(config, self.worlds, self.beside, self._judge)
-        parts = OwnTask(program, _unused, (), main_metric="score")
+        parts = OwnTask(program, self._judge, (), main_metric="score")
         super().__init__(parts, config, seed, key="task.{}".format, name="", rewards={}, extra_arguments=False)
         self.absent_features = frozenset({"penalties", "parse_failures"})
 
@@ -193,10 +193,6 @@ class EnvironmentTask(RecordTask):
     def close(self) -> None:
         for source in (*self.worlds.values(), *self.beside):
             source.close()
-
-
-def _unused(example: Example, prediction: object) -> float:
-    raise NotImplementedError  # `EnvironmentTask.score` scores
 
 
 def _only_calls(message: Mapping[str, Any]) -> bool:

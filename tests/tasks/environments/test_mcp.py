@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,13 @@ def where(request: pytest.FixtureRequest, url: str) -> str:
 
 
 def running() -> list[psutil.Process]:
-    return [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == [sys.executable, mcp_server.__file__]]
+    """Servers of this process: other workers of the tests have theirs."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it ends meanwhile
+            if process.cmdline() == [sys.executable, mcp_server.__file__]:
+                found.append(process)
+    return found
 
 
 def test_a_rollout_has_a_session_of_its_own(where: str) -> None:
