@@ -113,6 +113,17 @@ def keep_still(model: PreTrainedModel) -> None:
             module.register_forward_pre_hook(lambda router, _: router.eval() and None)
 
 
+def _cap(config: PreTrainedConfig) -> str | None:
+    """Return the name of a cap of attention's logits that a config sets."""
+    numbers = {n: v for n, v in vars(config.get_text_config()).items() if isinstance(v, int | float) and v > 0}
+    return next(filter(CAP.search, numbers), None)
+
+
+def exact_by_sdpa(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> bool:
+    """Return True if transformers' SDPA computes all of the attention of a class with this config."""
+    return bool(kind._supports_sdpa) and _cap(config) is None and config.model_type not in NOT_CAUSAL_BY_SDPA
+
+
 def choose_attention(config: PreTrainedConfig, kind: type[PreTrainedModel], model: ModelConfig) -> str:
     """Return the attention that a class computes all of a config with, or the one that the user wants.
 
@@ -125,12 +136,10 @@ def choose_attention(config: PreTrainedConfig, kind: type[PreTrainedModel], mode
     from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
     available = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
-    numbers = {n: v for n, v in vars(config.get_text_config()).items() if isinstance(v, int | float) and v > 0}
-    capped = next(filter(CAP.search, numbers), None)
+    capped = _cap(config)
     wanted = model.attention
     if wanted == "auto":
-        exact = kind._supports_sdpa and capped is None and config.model_type not in NOT_CAUSAL_BY_SDPA
-        return "sdpa" if exact else "eager"
+        return "sdpa" if exact_by_sdpa(config, kind) else "eager"
     has = {"eager": True, "sdpa": kind._supports_sdpa}
     fault = "" if has.get(wanted, kind._supports_flash_attn) else f"which {kind.__name__} does not have"
     if wanted == "sdpa" and capped is not None:

@@ -6,6 +6,7 @@ logit scales), so any Hugging Face causal LM works; only the rows that reach its
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from mmrl.errors import MmrlError
 from mmrl.trainer.packing import Pack
@@ -116,18 +118,20 @@ def _likeliest(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def _score_in_chunks(
     model: torch.nn.Module, head: torch.nn.Module, pack: Pack, temperature: float, entropy: bool, hits: bool
 ) -> Scores:
-    """Score a model whose logits are the head's output and nothing else: never more than `CHUNK` logits at once.
+    """Score without more than `CHUNK` logits at once.
 
     It all runs inside the head's own forward, where every wrapper has the head's weights ready.
     """
     forward, states = head.forward, []
+    finished = _after_head(model, head)
+    found: list[torch.Tensor] = []
     entropies: list[torch.Tensor] = []
     likeliest: list[torch.Tensor] = []
 
     def measure(hidden: torch.Tensor, targets: torch.Tensor, recomputed: list[bool]) -> torch.Tensor:
         # `recomputed` is this chunk's own list, filled by its first run: when the backward pass runs the chunk a second
         # time, nothing that carries no gradient is computed or counted twice.
-        logits = forward(hidden)
+        logits = finished(forward(hidden))
         logprobs, chunk_entropy = _measure(logits, targets, temperature, entropy and not recomputed)
         if chunk_entropy is not None:
             entropies.append(chunk_entropy)
@@ -146,16 +150,67 @@ def _score_in_chunks(
             run = functools.partial(checkpoint, measure, use_reentrant=False, preserve_rng_state=False)
         parts = [run(part, ids, []) for part, ids in zip(rows.split(size), pack.targets.split(size), strict=True)]
         # Not a view of the parts: FSDP2 hangs its hooks on what the head returns.
-        return torch.cat([part[None] for part in parts], dim=1)
+        found.append(torch.cat([part[None] for part in parts], dim=1))
+        return found[0]
 
     head.forward = measured
     try:
-        logprobs = model(**pack.inputs).logits[0]
+        output = model(**pack.inputs).logits
     finally:
         del head.forward
+    # What the model did to them as if they were logits is of no use, but wrappers hang their hooks on what it returns.
+    logprobs = torch.where(torch.zeros_like(output[0, :1], dtype=torch.bool), output.sum(), found[0][0])
     return Scores(
         logprobs, torch.cat(entropies) if entropy else None, torch.cat(likeliest) if hits else None, states[0]
     )
+
+
+def _after_head(model: torch.nn.Module, head: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what a causal LM does to the logits of its head, a cap or a scale: its own forward with nothing else left.
+
+    (N, V) to (N, V).
+    """
+    causal = next(part for part in model.modules() if isinstance(part, PreTrainedModel) and _is_over(part, head))
+    alone = copy.copy(causal)
+    # Of their own, so that the model keeps its parts.
+    parts: dict[str, torch.nn.Module | None] = {
+        name: torch.nn.Identity() if part is head else part for name, part in causal._modules.items()
+    }
+    alone.__dict__["_modules"] = parts
+    ids = torch.zeros(1, 1, dtype=torch.long)
+
+    def finish(logits: torch.Tensor) -> torch.Tensor:
+        parts[causal.base_model_prefix] = _Given(logits[None])
+        finished: torch.Tensor = type(causal).forward(alone, input_ids=ids, use_cache=False).logits
+        return finished[0]
+
+    return finish
+
+
+def _is_over(model: PreTrainedModel, head: torch.nn.Module) -> bool:
+    return any(part is head for part in model._modules.values()) and model.base_model_prefix in model._modules
+
+
+class _Given(torch.nn.Module):
+    """A backbone whose last hidden state is given."""
+
+    def __init__(self, state: torch.Tensor):
+        super().__init__()
+        self.state = state
+
+    def forward(self, *_: object, **__: object) -> _Output:
+        """Return it, whatever is asked."""
+        return _Output(self.state)
+
+
+class _Output(tuple[torch.Tensor, ...]):
+    """A backbone's output that has nothing but the last hidden state."""
+
+    def __new__(cls, state: torch.Tensor) -> _Output:
+        return super().__new__(cls, (state,))
+
+    def __getattr__(self, name: str) -> torch.Tensor | None:
+        return self[0] if name == "last_hidden_state" else None
 
 
 @contextmanager
@@ -163,8 +218,10 @@ def _narrowed(modules: Sequence[torch.nn.Module], positions: torch.Tensor) -> It
     """Let `modules` compute only the tokens at `positions`: nothing reads the last layer's states of others."""
     read = positions.unique()  # sorted; calls that share a prefix score the same position with different targets
 
-    def narrow(forward: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
-        rows = forward(hidden[:, read])  # (1, read, width) of (1, packed tokens, width)
+    def narrow(forward: Callable[..., torch.Tensor], hidden: torch.Tensor, *more: object) -> torch.Tensor:
+        rows = None if more else forward(hidden[:, read])  # (1, read, width) of (1, packed tokens, width)
+        if not isinstance(rows, torch.Tensor):  # experts that say how they were chosen, or are told more of each token
+            return forward(hidden, *more)
         # Zeros elsewhere, so that residual additions keep their shapes.
         return rows.new_zeros(*hidden.shape[:-1], rows.shape[-1]).index_copy(1, read, rows)
 

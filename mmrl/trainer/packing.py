@@ -1,13 +1,12 @@
 """Packs of calls: the tensors of one forward, and the positions of the scored tokens in it.
 
 Part of `trainer`. Whoever forwards a `Pack` sees ids and a list of (position, target); how calls share tokens is
-decided here and in `tries` alone. Two ways (`choose_packing`): `trie` forwards each distinct prefix once
+decided here and in `tries` alone. Two ways (`choice`): `trie` forwards each distinct prefix once
 (`tree_attention`), `padded` has a row per call, for models whose layers cannot share and as the reference.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -15,16 +14,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mmrl.errors import ConfigError
-from mmrl.trainer import tree_attention
 from mmrl.trainer.objective import TrainCall, active
 from mmrl.trainer.tree_attention import PrefixTree
 from mmrl.trainer.tries import TrieLayout, bin_pack, build_tries, flatten
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-LOG = logging.getLogger("mmrl.trainer")
 
 CPU_TOKENS = 4096
 """Most tokens per pack on a CPU: more were not faster, and activations are most of its memory."""
@@ -37,24 +32,6 @@ WIDER_ON_CPU = 2
 MAX_SCORED = 4096
 """Scored positions per padded pack: logits take vocabulary size × 4 bytes each (0.6 MB at 152k), so they are bounded
 too. Of tries they are computed in chunks (`logprobs`)."""
-
-
-def choose_packing(packing: str, model: PreTrainedModel) -> bool:
-    """Return True for packs that are tries, by `train.packing` = auto | trie | padded; sets the model's attention.
-
-    Raises:
-        ConfigError: `trie`, and the model's layers cannot share prefixes.
-    """
-    if packing == "padded":
-        return False
-    reason = tree_attention.unsupported_reason(model)
-    if reason is None:
-        tree_attention.install(model)
-        return True
-    if packing == "trie":
-        raise ConfigError(f"train.packing: got 'trie', which this model cannot do: {reason}; use auto or padded")
-    LOG.warning("train.packing=auto: rows are padded (slower), since %s", reason)
-    return False
 
 
 def token_budget(tokens: int | None, model: PreTrainedModel, checkpointing: bool) -> tuple[int, int]:

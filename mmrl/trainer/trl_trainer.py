@@ -31,10 +31,11 @@ from mmrl.models.template import as_saved
 from mmrl.store.policy import is_complete
 from mmrl.trainer import checkpoint, sharding
 from mmrl.trainer.adapters import Adapters, in_fixed_order
+from mmrl.trainer.choice import choose_packing
 from mmrl.trainer.critic import Critic, trained_in_float32
 from mmrl.trainer.forwards import Forwards, module_names
 from mmrl.trainer.objective import StepBatch, token_loss, truncated_weights
-from mmrl.trainer.packing import Pack, choose_packing, token_budget
+from mmrl.trainer.packing import Pack, token_budget
 from mmrl.trainer.selfcheck import check_at_load, check_batch, require_same_policy
 from mmrl.trainer.settings import Settings, no_reward, one_device
 from mmrl.trainer.totals import StepTotals, finite

@@ -13,6 +13,7 @@ import torch
 
 from mmrl.engines.embedded import shared_prefix
 from mmrl.engines.embedded.decode import NativeLoop
+from mmrl.models.attending import install
 from mmrl.trainer import tree_attention
 from mmrl.trainer.logprobs import score
 from mmrl.trainer.objective import token_loss
@@ -46,8 +47,17 @@ def test_an_update_of_tries_stays_on_the_models_device(dtype: torch.dtype, monke
     """Up to FlexAttention's kernel, which is not for `meta`; what it is given is."""
 
     def kernel(
-        query: Any, key: Any, value: Any, block_mask: Any, scale: float, enable_gqa: bool, kernel_options: Any
+        query: Any,
+        key: Any,
+        value: Any,
+        score_mod: Any,
+        block_mask: Any,
+        scale: float,
+        enable_gqa: bool,
+        kernel_options: Any,
+        return_aux: Any,
     ) -> torch.Tensor:
+        assert score_mod is return_aux is None
         assert kernel_options == {"FORCE_USE_FLEX_ATTENTION": True}  # the other kernel failed on an H200
         assert block_mask.kv_indices.device == query.device == key.device == value.device == META
         assert query.dtype == key.dtype == value.dtype == dtype
@@ -56,7 +66,7 @@ def test_an_update_of_tries_stays_on_the_models_device(dtype: torch.dtype, monke
     monkeypatch.setattr(tree_attention, "_flex_kernel", lambda compiled: kernel)
     monkeypatch.setattr(torch.Tensor, "unique", lambda positions: positions)  # which depends on values
     policy = tiny_model(dtype=dtype)
-    tree_attention.install(policy)
+    install(policy)
     policy = policy.to(META)
     packs = make_packs(make_calls(), 60, beta=0.1, modules=["a", "b"], dtype=torch.float32, score_all=False, tries=True)
     assert len(packs) > 1

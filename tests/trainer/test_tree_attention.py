@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
-    AttentionInterface,
     Gemma2Config,
     Gemma2ForCausalLM,
     LlamaConfig,
@@ -19,18 +18,12 @@ from transformers import (
     MistralForCausalLM,
 )
 
+from mmrl.models.attending import IMPLEMENTATION, AttentionCall, attention, install
 from mmrl.trainer import tree_attention
 from mmrl.trainer.logprobs import score
 from mmrl.trainer.packing import make_packs
-from mmrl.trainer.tree_attention import (
-    IMPLEMENTATION,
-    PrefixTree,
-    TreeAttention,
-    attention,
-    flex,
-    install,
-    unsupported_reason,
-)
+from mmrl.trainer.tree_attention import PrefixTree, flex, unsupported_reason
+from mmrl.trainer.tree_kernels import TreeAttention
 from mmrl.trainer.tries import build_tries, flatten
 from tests.helpers.trainer_cases import SIZES, make_calls, tiny_model
 from tests.trainer.test_tries import sequences
@@ -93,7 +86,7 @@ def test_calls_of_the_kernel_cover_each_pair_once(
         seen = torch.zeros(len(queried), tree.tokens, dtype=torch.long)
         met = torch.zeros(len(queried), dtype=torch.bool)
         with patch.multiple(tree_attention, LARGE=large, PIECE=piece):
-            for queries, keys, causal, first in calls():
+            for queries, keys, causal, first, _ in calls():
                 assert bool(met[queries].any()) != first and (first or bool(met[queries].all()))
                 met[queries] = True
                 pairs = torch.ones_like(seen[queries, keys])
@@ -169,18 +162,14 @@ def test_flex_attention_sees_the_same_pairs(kernel: str, request: pytest.Fixture
         request.getfixturevalue("compiled")
     tree = tree_of([(*[7] * 150, branch, *[branch] * (10 + branch)) for branch in range(3)] + [(9,) * 20])
     query, key, value = (tensor.detach().float() for tensor in inputs(tree.tokens, 2, 2))
+    call = AttentionCall(Layer(0), query, key, value, 0.3, window=None, softcap=None, sinks=None)
     with torch.no_grad():
-        assert torch.allclose(flex(query, key, value, tree, 0.3), masked(query, key, value, tree, 0.3), atol=1e-5)
+        assert torch.allclose(flex(call, tree, None), masked(query, key, value, tree, 0.3), atol=1e-5)
 
 
 @pytest.mark.usefixtures("compiled")
 def test_a_pack_by_compiled_flex_attention_has_the_padded_log_probabilities() -> None:
     """The GPU's forward of a whole model, on a CPU."""
-
-    def on_gpu(
-        module: Any, query: Any, key: Any, value: Any, *_: Any, scaling: float, tree: PrefixTree, **__: Any
-    ) -> Any:
-        return flex(query, key, value, tree, scaling).transpose(1, 2), None
 
     def logprobs(tries: bool) -> dict[str, torch.Tensor]:
         found = {}
@@ -195,11 +184,8 @@ def test_a_pack_by_compiled_flex_attention_has_the_padded_log_probabilities() ->
     with torch.no_grad():
         padded = logprobs(False)
         install(policy)
-        AttentionInterface.register(IMPLEMENTATION, on_gpu)
-        try:
+        with patch.object(PrefixTree, "attend", lambda tree, call: flex(call, tree, None).transpose(1, 2)):
             packed = logprobs(True)
-        finally:
-            AttentionInterface.register(IMPLEMENTATION, attention)
     assert padded.keys() == packed.keys() and padded
     for name, expected in padded.items():
         assert torch.allclose(packed[name], expected, atol=1e-5)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mmrl.config.algo import PpoConfig
 from mmrl.errors import ConfigError, MmrlError
-from mmrl.trainer import logprobs, selfcheck, tree_attention, tries
+from mmrl.trainer import logprobs, selfcheck, tree_kernels, tries
 from mmrl.trainer.objective import TrainCall
 from mmrl.trainer.selfcheck import calls_to_compare, check_tries
 from mmrl.trainer.trl_trainer import MmrlTrainer
@@ -154,12 +154,12 @@ def test_the_self_check_stops_a_run_whose_layers_do_not_share(
     assert check_tries(made.forwards, shared_calls())
     before = {name: weight.clone() for name, weight in made.model.named_parameters()}
 
-    def leaky(query: Any, key: Any, value: Any, tree: Any, scale: float) -> Any:
+    def leaky(query: Any, key: Any, value: Any, calls: Any, scale: float, *_: Any) -> Any:
         return torch.nn.functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scale, enable_gqa=True
         ).transpose(1, 2)
 
-    monkeypatch.setattr(tree_attention.TreeAttention, "apply", leaky)
+    monkeypatch.setattr(tree_kernels.TreeAttention, "apply", leaky)
     with pytest.raises(MmrlError, match=r"train\.packing: on the first batch, packed and padded log-probabilities"):
         check_tries(made.forwards, shared_calls())
     # In half precision the medians of so few tokens say nothing; their gradients do.
@@ -188,12 +188,12 @@ def test_a_single_token_decides_in_float32_alone(
 
 def test_the_self_check_sees_a_wrong_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = make_trainer(tmp_path)
-    right = tree_attention.TreeAttention.apply
+    right = tree_kernels.TreeAttention.apply
     assert check_tries(made.forwards, shared_calls())
     monkeypatch.setattr(
-        tree_attention.TreeAttention,
+        tree_kernels.TreeAttention,
         "apply",
-        lambda q, k, v, tree, scale: right(q, k.detach(), v.detach(), tree, scale),
+        lambda q, k, v, *rest: right(q, k.detach(), v.detach(), *rest),
     )
     with pytest.raises(MmrlError, match=r"the cosine of their gradients"):
         check_tries(made.forwards, shared_calls())

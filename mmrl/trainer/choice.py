@@ -1,0 +1,87 @@
+"""Choice between packed tries and padded rows, for a model that has just been loaded.
+
+Part of `trainer`. What attention gets says whether a model's layers can share prefixes; whether they do is tried.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+
+from mmrl.errors import ConfigError
+from mmrl.models.attending import install
+from mmrl.models.load import unknown_layers
+from mmrl.models.selfcheck import CheckRow, Way, evaluating, plain_logprobs
+from mmrl.records import Call
+from mmrl.trainer.logprobs import score
+from mmrl.trainer.objective import TrainCall
+from mmrl.trainer.packing import make_packs
+from mmrl.trainer.tree_attention import last_parts, unsupported_reason
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+LOG = logging.getLogger("mmrl.trainer")
+
+
+def choose_packing(packing: str, model: PreTrainedModel) -> bool:
+    """Return True for packs that are tries, by `train.packing` = auto | trie | padded; sets the model's attention.
+
+    Raises:
+        ConfigError: `trie`, and the model's layers cannot share prefixes.
+    """
+    if packing == "padded":
+        return False
+    reason = unsupported_reason(model)
+    if reason is None:
+        install(model)
+        # Of the families that everybody trains, the self-check's rows are enough.
+        reason = _differing(model) if unknown_layers(model) is not None else None
+    if reason is None:
+        return True
+    if packing == "trie":
+        raise ConfigError(f"train.packing: got 'trie', which this model cannot do: {reason}; use auto or padded")
+    LOG.warning("train.packing=auto: rows are padded (slower), since %s", reason)
+    return False
+
+
+def _differing(model: PreTrainedModel) -> str | None:
+    """Compare a small trie with plain forwards; returns what is different, or None.
+
+    Whatever else mixes tokens, or counts them, shows here: a convolution, a state, positions of the row.
+    """
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = [(7 + 31 * number * number) % vocabulary for number in range(140)]
+    # A trie of three levels: one row leaves the others in the middle of a completion.
+    beginnings = (ids[:20] + ids[20:40], ids[:20] + ids[20:30] + ids[90:100], ids[:20] + ids[100:120])
+    rows = [CheckRow(tuple(ids[:20]), tuple(whole[20:] + ids[n : n + 5])) for n, whole in enumerate(beginnings)]
+    calls = [
+        TrainCall(
+            call=Call(
+                id=str(number),
+                example="",
+                parent=None,
+                module="",
+                prompt_ids=row.prompt_ids,
+                completion_ids=row.completion_ids,
+                completion_tokens=len(row.completion_ids),
+            )
+        )
+        for number, row in enumerate(rows)
+    ]
+    half = model.dtype in (torch.bfloat16, torch.float16)
+    try:
+        (pack,) = make_packs(calls, 10**6, beta=0.0, modules=[""], score_all=True, tries=True)
+        with torch.no_grad(), evaluating(model):
+            plain = plain_logprobs(model, rows)
+            head = model.get_output_embeddings()
+            found = score(model, head, pack.to(model.device), 1.0, last=last_parts(model)).logprobs
+        packed = [found[pack.of_call == place].tolist() for place in range(len(pack.calls))]
+    except Exception as error:  # whatever the code of an architecture raises on a pack
+        return f"{type(model).__name__} cannot forward a packed trie ({type(error).__name__})"
+    return (
+        Way.compared("packed tries", packed, [plain[calls.index(train)] for train in pack.calls]).fault(half=half)
+        or None
+    )
