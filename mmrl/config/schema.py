@@ -142,7 +142,7 @@ class TrainConfig(Section):
     microbatch_tokens: int | None = Field(
         None, ge=64, description="tokens of a forward in the update; null: by the device's memory"
     )
-    packing: Literal["auto", "trie", "padded"] = Field(
+    packing: Literal["auto", "trie", "trie_varlen", "padded"] = Field(
         "auto", description="trie forwards each distinct prefix once; auto: trie where the model's layers allow it"
     )
     old_logprobs: Literal["sampler", "recompute"] = Field(

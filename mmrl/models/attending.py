@@ -71,6 +71,7 @@ class LayerAttention:
 
     layer: int
     window: int | None
+    softcap: float | None
     kv_heads: int
     key_size: int
     value_size: int
@@ -132,15 +133,21 @@ def install(model: torch.nn.Module) -> None:
         causal.set_attn_implementation(name)
 
 
-def attended_layers(model: torch.nn.Module) -> list[LayerAttention] | str:
-    """Forward four tokens and look at what the attention of each layer gets; returns the reason if it is not plain.
+class NotPlain(Exception):
+    """The reason why a model's attention is not served, in words."""
+
+
+def attended_layers(model: torch.nn.Module) -> list[LayerAttention]:
+    """Forward four tokens and look at what the attention of each layer gets.
 
     Plain is causal softmax attention, with or without a window, a cap and sinks, in each layer and by transformers'
     interface, of queries and keys whose positions do not depend on a row's length.
+
+    Raises:
+        NotPlain: it is another.
     """
     causal = causal_lm(model)
-    if (reason := _odd_positions(causal.config)) is not None:
-        return reason
+    _check_positions(causal.config)
     seen: list[tuple[AttentionModule, torch.Tensor, torch.Tensor, torch.Tensor | None, dict[str, Any]]] = []
     masks: list[MaskFunction] = []
 
@@ -168,33 +175,35 @@ def attended_layers(model: torch.nn.Module) -> list[LayerAttention] | str:
         with torch.no_grad(), _implementation(causal, _PROBE):
             causal(input_ids=ids, use_cache=False, tree=marker)
     except Exception as error:  # whatever the code of an architecture raises on what it does not expect
-        return f"{type(causal).__name__} does not bear another attention ({type(error).__name__})"
+        reason = f"{type(causal).__name__} does not bear another attention ({type(error).__name__})"
+        raise NotPlain(reason) from error
     layers: list[LayerAttention] = []
     for module, key, value, given, told in seen:
         window = told.get("sliding_window")
         unknown = [name for name, part in told.items() if part is not None and name not in _KNOWN]
         if told.get("tree") is not marker:
-            return f"{type(causal).__name__} does not tell its attention what it is called with"
+            raise NotPlain(f"{type(causal).__name__} does not tell its attention what it is called with")
         if unknown or told.get("is_causal") is False:
-            return f"its attention has {' and '.join(unknown or ['no order'])}"
+            raise NotPlain(f"its attention has {' and '.join(unknown or ['no order'])}")
         if not _masked_by(given, masks, window):
-            return "its tokens do not see all tokens before them, or all of a window"
-        layers.append(LayerAttention(module.layer_idx, window, key.shape[1], key.shape[-1], value.shape[-1]))
+            raise NotPlain("its tokens do not see all tokens before them, or all of a window")
+        layers.append(
+            LayerAttention(module.layer_idx, window, told.get("softcap"), key.shape[1], key.shape[-1], value.shape[-1])
+        )
     count = causal.config.get_text_config().num_hidden_layers
     order = [layer.layer for layer in layers]
     if None in order or order != sorted(order) or {*order} != {*range(count)}:
-        return f"{type(causal).__name__} has layers that mix tokens otherwise than by one attention each"
+        raise NotPlain(f"{type(causal).__name__} has layers that mix tokens otherwise than by one attention each")
     return layers
 
 
-def _odd_positions(config: PreTrainedConfig) -> str | None:
+def _check_positions(config: PreTrainedConfig) -> None:
     parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
     # By layer type where these differ.
     for kind in (parameters, *(part for part in parameters.values() if isinstance(part, dict))):
         name = str(kind.get("rope_type", ""))
         if "dynamic" in name or name == "longrope":
-            return f"its position encoding '{name}' depends on the length"
-    return None
+            raise NotPlain(f"its position encoding '{name}' depends on the length")
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mmrl.errors import ConfigError
-from mmrl.models.attending import install
+from mmrl.models.attending import attended_layers, install
 from mmrl.models.load import unknown_layers
 from mmrl.models.selfcheck import CheckRow, Way, evaluating, plain_logprobs
 from mmrl.records import Call
@@ -27,27 +27,39 @@ LOG = logging.getLogger("mmrl.trainer")
 
 
 def choose_packing(packing: str, model: PreTrainedModel) -> bool:
-    """Return True for packs that are tries, by `train.packing` = auto | trie | padded; sets the model's attention.
+    """Return True for packs that are tries, by `train.packing`; sets the model's attention.
 
     Raises:
-        ConfigError: `trie`, and the model's layers cannot share prefixes.
+        ConfigError: not `auto`, and the model's layers cannot share prefixes in this way.
     """
     if packing == "padded":
         return False
-    reason = unsupported_reason(model)
+    varlen = packing == "trie_varlen"
+    reason = unsupported_reason(model) or (_varlen_fault(model) if varlen else None)
     if reason is None:
         install(model)
         # Of the families that everybody trains, the self-check's rows are enough.
-        reason = _differing(model) if unknown_layers(model) is not None else None
+        reason = _differing(model, varlen) if unknown_layers(model) is not None else None
     if reason is None:
         return True
-    if packing == "trie":
-        raise ConfigError(f"train.packing: got 'trie', which this model cannot do: {reason}; use auto or padded")
+    if packing != "auto":
+        raise ConfigError(f"train.packing: got '{packing}', which this model cannot do: {reason}; use auto or padded")
     LOG.warning("train.packing=auto: rows are padded (slower), since %s", reason)
     return False
 
 
-def _differing(model: PreTrainedModel) -> str | None:
+def _varlen_fault(model: PreTrainedModel) -> str | None:
+    layers = attended_layers(model)
+    if model.device.type != "cuda":
+        return f"its kernel is for CUDA, and the device is {model.device.type}"
+    if model.dtype == torch.float32:
+        return "its kernel computes in 16 bits alone, and model.dtype=float32"
+    if any(layer.softcap is not None or layer.key_size != layer.value_size for layer in layers):
+        return "its kernel has no caps, and values of the size of keys alone"
+    return None
+
+
+def _differing(model: PreTrainedModel, varlen: bool) -> str | None:
     """Compare a small trie with plain forwards; returns what is different, or None.
 
     Whatever else mixes tokens, or counts them, shows here: a convolution, a state, positions of the row.
@@ -74,6 +86,8 @@ def _differing(model: PreTrainedModel) -> str | None:
     half = model.dtype in (torch.bfloat16, torch.float16)
     try:
         (pack,) = make_packs(calls, 10**6, beta=0.0, modules=[""], score_all=True, tries=True)
+        assert pack.tree is not None
+        pack.tree.varlen = varlen
         with torch.no_grad(), evaluating(model):
             plain = plain_logprobs(model, rows)
             head = model.get_output_embeddings()

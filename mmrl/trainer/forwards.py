@@ -127,7 +127,7 @@ class Forwards:
         tries: bool | None = None,
     ) -> list[Pack]:
         """Return packs within the token budget; no pack mixes adapters."""
-        return [
+        packs = [
             pack
             for of_adapter in ([calls] if self.adapters is None else self.adapters.split(calls))
             for pack in make_packs(
@@ -144,6 +144,10 @@ class Forwards:
                 border=rope_border(self.policy.config),
             )
         ]
+        for pack in packs:
+            if pack.tree is not None:
+                pack.tree.varlen = self.settings.train.packing == "trie_varlen"
+        return packs
 
     def minibatch_packs(self, batch: StepBatch, modules: Sequence[str]) -> tuple[list[list[Pack]], int]:
         """Make this process's packs of each mini-batch; also count the calls that have no effect and are in none."""

@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from mmrl.models.attending import EAGER, IMPLEMENTATION, AttentionCall, attended_layers
+from mmrl.models.attending import EAGER, IMPLEMENTATION, AttentionCall, NotPlain, attended_layers
 from mmrl.models.load import causal_lm
 from mmrl.models.prepare import exact_by_sdpa
+from mmrl.trainer import varlen_attention
 from mmrl.trainer.tree_kernels import FLASH, Kernel, KernelCall, TreeAttention, WrittenOut
 from mmrl.trainer.tries import NodeSpan
 
@@ -44,17 +45,21 @@ class PrefixTree:
     spans: tuple[NodeSpan, ...]
     read: tuple[int, ...] | None = None
     """Tokens whose last hidden state is read, in rising order; None: all. Of others it is not computed on the CPU."""
+    varlen: bool = False
+    """On a GPU, by `varlen_attention` instead of FlexAttention."""
     masks: dict[tuple[torch.device, int | None], BlockMask] = field(default_factory=dict)
     """Block masks by device and window, made once per pack: every layer of a kind uses the same one."""
     windowed: dict[tuple[int, bool], list[KernelCall]] = field(default_factory=dict)
     """Calls by window, of all tokens or of those in `read`."""
+    stretches: dict[tuple[torch.device, int | None], list[varlen_attention.VarlenCall]] = field(default_factory=dict)
+    """Calls of the varlen kernel by device and window."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Attend for one layer, (1, heads, N, D) to (1, N, heads, D)."""
         query, key, value = call.query, call.key, call.value
         window = None if call.window is None or call.window >= self.longest else call.window
-        if query.device.type != "cpu":
-            return flex(call, self, window).transpose(1, 2)
+        if self.on_gpu(query.device):
+            return self.by_stretches(call, window) if self.varlen else flex(call, self, window).transpose(1, 2)
         # Only in the last layer: the layers before hand every token's state on to the keys of the next one.
         config = call.module.config.get_text_config()
         last = self.read is not None and call.module.layer_idx == config.num_hidden_layers - 1
@@ -70,6 +75,17 @@ class PrefixTree:
         rows = TreeAttention.apply(query[:, :, read], key, value, calls, call.scale, kernel, call.sinks)  # type: ignore[no-untyped-call]
         # Back to N rows, the others zero: the residual stream keeps its shape, and nobody reads those rows.
         return rows.new_zeros(1, key.shape[2], *rows.shape[2:]).index_copy(1, read, rows)  # type: ignore[no-any-return]
+
+    def on_gpu(self, device: torch.device) -> bool:
+        """Return True where the kernels are not the CPU's."""
+        return device.type != "cpu"
+
+    def by_stretches(self, call: AttentionCall, window: int | None) -> torch.Tensor:
+        """Attend by the varlen kernel, (1, heads, N, D) to (1, N, heads, D)."""
+        place = (call.query.device, window)
+        if place not in self.stretches:
+            self.stretches[place] = varlen_attention.varlen_calls(self.spans, window, call.query.device)
+        return varlen_attention.attend(call, self.stretches[place], varlen_attention.TorchVarlen())
 
     @property
     def tokens(self) -> int:
@@ -190,10 +206,11 @@ def unsupported_reason(model: PreTrainedModel | PeftModel) -> str | None:
         return "its attention is 'eager'"  # as the user wants it
     if implementation not in ("sdpa", "eager", IMPLEMENTATION, EAGER):
         return f"its attention is '{implementation}', neither sdpa nor eager"
-    if getattr(config, "attention_dropout", 0.0):
-        return "its attention has dropout"
-    found = attended_layers(model)
-    return found if isinstance(found, str) else None
+    try:
+        attended_layers(model)
+    except NotPlain as reason:
+        return str(reason)
+    return "its attention has dropout" if getattr(config, "attention_dropout", 0.0) else None
 
 
 def last_parts(model: PreTrainedModel | PeftModel) -> tuple[torch.nn.Module, ...]:

@@ -30,6 +30,8 @@ from tokenizers.models import WordLevel
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -73,6 +75,8 @@ def tiny_model(kind: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.fl
         sizes: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.3}
         dropout: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         made = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, **sizes, **dropout))
+    elif kind == "bloom":  # whose attention is its own, so that no prefix is shared
+        made = BloomForCausalLM(BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4))
     elif kind == "llama":
         made = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False))
     else:

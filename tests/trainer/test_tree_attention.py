@@ -11,21 +11,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
     LlamaConfig,
-    MistralConfig,
-    MistralForCausalLM,
 )
 
+from mmrl.errors import ConfigError
 from mmrl.models.attending import IMPLEMENTATION, AttentionCall, attention, install
+from mmrl.models.prepare import keep_still, switch_noise_off
 from mmrl.trainer import tree_attention
+from mmrl.trainer.choice import choose_packing
 from mmrl.trainer.logprobs import score
 from mmrl.trainer.packing import make_packs
 from mmrl.trainer.tree_attention import PrefixTree, flex, unsupported_reason
 from mmrl.trainer.tree_kernels import TreeAttention
 from mmrl.trainer.tries import build_tries, flatten
-from tests.helpers.trainer_cases import SIZES, make_calls, tiny_model
+from scripts.models.architectures import architectures
+from scripts.models.architectures import tiny_model as architecture
+from tests.helpers.trainer_cases import make_calls, tiny_model
 from tests.trainer.test_tries import sequences
 
 
@@ -211,31 +212,55 @@ def test_mixed_types_under_autocast_are_joined() -> None:
 
 
 def make_model(kind: str) -> Any:
-    if kind == "window":
-        return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4))
-    if kind == "gemma2":
-        return Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=8))
-    model = tiny_model("gpt2" if kind == "gpt2" else "llama")
-    if kind == "dynamic":
-        model.config.rope_parameters["rope_type"] = "dynamic"
+    if kind in architectures():
+        return architecture(kind)
+    model = tiny_model("llama")
     if kind == "eager":
         model.set_attn_implementation("eager")
+    if kind == "dropout":
+        model.config.attention_dropout = 0.1
     return model
 
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("window", "sliding window"),
-        ("gemma2", "Gemma2ForCausalLM is not one of"),
-        ("gpt2", "GPT2LMHeadModel is not one of"),
-        ("dynamic", "position encoding 'dynamic' depends on the length"),
+        ("bloom", "BloomForCausalLM has layers that mix tokens otherwise than by one attention each"),
+        ("jamba", "JambaForCausalLM has layers that mix tokens otherwise"),
+        ("hrm_text", "HrmTextForCausalLM has layers that mix tokens otherwise"),  # the same layers, several times
+        ("llama4_text", "its tokens do not see all tokens before them, or all of a window"),
+        ("bert", "its tokens do not see all tokens before them"),
+        ("moshi", "MoshiForCausalLM does not tell its attention what it is called with"),
+        ("inkling_text", "its attention has position_bias"),
+        ("deepseek_v32", "its attention has indices"),
+        ("llama, dynamic rope", "its position encoding 'dynamic' depends on the length"),
+        ("phi3, longrope", "its position encoding 'longrope' depends on the length"),
         ("eager", "its attention is 'eager'"),
+        ("dropout", "its attention has dropout"),
     ],
 )
 def test_models_whose_layers_cannot_share_are_known(kind: str, reason: str) -> None:
-    assert reason in (unsupported_reason(make_model(kind)) or "")
+    made = make_model(kind)
+    before = made.config._attn_implementation
+    if kind in architectures() and type(made)._supports_sdpa:
+        made.set_attn_implementation(before := "sdpa")
+    assert reason in (unsupported_reason(made) or "")
+    assert made.config._attn_implementation == before
 
 
 def test_the_usual_families_can_share() -> None:
     assert unsupported_reason(tiny_model("llama")) is unsupported_reason(tiny_model("qwen3")) is None
+
+
+@pytest.mark.parametrize("kind", ["zaya", "falcon_h1"])
+def test_what_attention_does_not_show_is_tried(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A convolution and a state beside an attention that is plain."""
+    made = architecture(kind)
+    switch_noise_off(made.config)
+    keep_still(made)
+    made.set_attn_implementation("sdpa")
+    assert unsupported_reason(made) is None
+    assert not choose_packing("auto", made)
+    assert "train.packing=auto: rows are padded (slower), since" in caplog.text
+    with pytest.raises(ConfigError, match=r"train\.packing: got 'trie', which this model cannot do: "):
+        choose_packing("trie", made)
