@@ -18,6 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from mmrl.models.load import causal_lm
+from mmrl.models.prepare import exact_by_sdpa
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -147,6 +148,10 @@ def attended_layers(model: torch.nn.Module) -> list[LayerAttention]:
         NotPlain: it is another.
     """
     causal = causal_lm(model)
+    implementation = str(causal.config._attn_implementation)
+    wanted = implementation == "eager" and exact_by_sdpa(causal.config, type(causal))
+    if wanted or implementation not in ("sdpa", "eager", IMPLEMENTATION, EAGER):
+        raise NotPlain(f"its attention is '{implementation}'")
     _check_positions(causal.config)
     seen: list[tuple[AttentionModule, torch.Tensor, torch.Tensor, torch.Tensor | None, dict[str, Any]]] = []
     masks: list[MaskFunction] = []

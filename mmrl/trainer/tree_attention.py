@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from mmrl.models.attending import EAGER, IMPLEMENTATION, AttentionCall, NotPlain, attended_layers
+from mmrl.models.attending import AttentionCall, NotPlain, attended_layers
 from mmrl.models.load import causal_lm
-from mmrl.models.prepare import exact_by_sdpa
 from mmrl.trainer import varlen_attention
 from mmrl.trainer.tree_kernels import FLASH, Kernel, KernelCall, TreeAttention, WrittenOut
 from mmrl.trainer.tries import NodeSpan
@@ -200,17 +199,11 @@ def _runs(read: Sequence[int], span: NodeSpan) -> Iterator[tuple[int, int, bool]
 
 def unsupported_reason(model: PreTrainedModel | PeftModel) -> str | None:
     """Return the reason why the layers of this causal LM (wrapped by peft or not) cannot share prefixes, or None."""
-    config = causal_lm(model).config
-    implementation = config._attn_implementation
-    if implementation == "eager" and exact_by_sdpa(config, type(causal_lm(model))):
-        return "its attention is 'eager'"  # as the user wants it
-    if implementation not in ("sdpa", "eager", IMPLEMENTATION, EAGER):
-        return f"its attention is '{implementation}', neither sdpa nor eager"
     try:
         attended_layers(model)
     except NotPlain as reason:
         return str(reason)
-    return "its attention has dropout" if getattr(config, "attention_dropout", 0.0) else None
+    return "its attention has dropout" if getattr(causal_lm(model).config, "attention_dropout", 0.0) else None
 
 
 def last_parts(model: PreTrainedModel | PeftModel) -> tuple[torch.nn.Module, ...]:

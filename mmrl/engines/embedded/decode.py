@@ -12,22 +12,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from typing_extensions import override
 
 from mmrl.engines.embedded.architecture import Layer, Weights, scaled
-from mmrl.engines.embedded.batch_rows import BatchRow
-from mmrl.engines.embedded.prefixes import PrefixSegment, PrefixStore, passes, plan
-from mmrl.engines.embedded.shared_prefix import LEAST_TOKENS, Groups, SharedPrefix, Target, after_prefix, choose
-
-CACHE_STEP = 64
-"""The cache's length grows in multiples of this."""
+from mmrl.engines.embedded.cached_loop import CachedLoop
+from mmrl.engines.embedded.prefixes import PrefixSegment
+from mmrl.engines.embedded.shared_prefix import LEAST_TOKENS, Target, after_prefix
 
 
-class NativeLoop:
-    """Loop that generates by the fused weights of `architecture`, for a `RowDecoder`; logits in the order of its rows.
-
-    The cache is one tensor per layer, (2, rows, kv heads, length, head_dim), keys and values. Row b has `_lengths[b]`
-    tokens; those of its `_prefixes[b]` lie in the prefix, which its rows read together, and the cache has what comes
-    after them, from column 0. It is zeroed when allocated, so that what a mask hides is never NaN.
+class NativeLoop(CachedLoop):
+    """Loop that generates by the fused weights of `architecture`, for a `RowDecoder`.
 
     Args:
         model: `architecture.unsupported(model)` must be None.
@@ -35,8 +29,6 @@ class NativeLoop:
         adapter: the LoRA adapter to apply; None: whichever is active.
         base: a loop with another adapter of the same model, always started before this one.
     """
-
-    refills = True
 
     def __init__(
         self,
@@ -46,170 +38,21 @@ class NativeLoop:
         base: NativeLoop | None = None,
     ):
         self.weights: Weights = Weights(model, adapter, base.weights if base is not None else None)
-        self.stored_tokens = stored_tokens
-        self._store = PrefixStore(stored_tokens)
-        self.stop()
+        w = self.weights
+        super().__init__([(w.kv_heads, w.head_dim)] * len(w.layers), stored_tokens, w.by_onednn)
 
+    @property
+    @override
+    def like(self) -> Tensor:
+        return self.weights.embedding
+
+    @override
     def start(self) -> None:
         """Read the weights anew; whoever changes them while prefixes are stored calls `forget` (`set_version` does)."""
         self.weights.refresh()
 
-    def stop(self) -> None:
-        """Forget all rows and free the cache."""
-        self._cache: list[Tensor] = []
-        self._lengths: list[int] = []
-        self._rows: list[BatchRow] = []
-        self._prefixes: list[SharedPrefix | None] = []
-        self._groups: Groups | None = None
-        self._shifts: Tensor | None = None
-        self._positions: Tensor | None = None
-        self._mask: Tensor | None = None
-
-    def forget(self) -> None:
-        """Forget all prefixes."""
-        self._store = PrefixStore(self.stored_tokens)
-
-    def prefill(self, rows: Sequence[BatchRow]) -> Tensor:
-        """Append rows; returns the (len(rows), V) logits after their prompts. What prompts share is forwarded once."""
-        # Equal prompts (the samples of a group) are one leaf: forwarded once, copied into each of their rows or shared.
-        places: dict[tuple[int, ...], list[int]] = {}
-        for index, row in enumerate(rows):
-            places.setdefault(row.prompt_ids, []).append(index)
-        first = len(self._lengths)
-        planned = plan(list(places), self._store)
-        w = self.weights
-        token_bytes = 2 * w.kv_heads * w.head_dim * w.embedding.element_size()
-        counts = {prompt: len(indices) for prompt, indices in places.items()}
-        prefixes = choose(counts, planned, self._prefixes, token_bytes, w.embedding.device.type)
-        self._prefixes += [prefixes.get(row.prompt_ids) for row in rows]
-        self._lengths += [len(row.prompt_ids) for row in rows]
-        self._rows += rows
-        self._reserve(len(self._rows), max(self._cached_lengths()[first:]) + 1)
-        logits: Tensor | None = None
-        for segments in passes(planned):
-            # `order`: rows of this prefill, `sources`: the segment of this pass that each of them continues.
-            leaves = [(number, places[s.ids]) for number, s in enumerate(segments) if s.leaf]
-            order = [index for _, indices in leaves for index in indices]
-            sources = [number for number, indices in leaves for _ in indices]
-            target = Target(segments, [first + index for index in order], sources, prefixes)
-            hidden = self._forward_segments(segments, target)  # (segments, H)
-            for segment in segments:
-                if not segment.leaf:
-                    # A leaf's keys and values already lie in its rows; a copy would pay only if a later prompt goes on
-                    # from it, which `_remember` decides when the row is done.
-                    self._store.add(segment)
-            part = self.weights.head(self.weights.norm(hidden))
-            if logits is None:
-                logits = part.new_empty(len(rows), part.shape[1])
-            logits[order] = part[sources]
-        for prompt in places:
-            self._store.see(prompt, len(prompt))
-        self._positions = None
-        assert logits is not None
-        return logits
-
-    def step(self, tokens: Sequence[int]) -> Tensor:
-        """Extend the rows in flight by one token each; returns (B, V) logits."""
-        self._reserve(len(tokens), max(self._cached_lengths()) + 1)
-        if self._positions is None:
-            self._set_positions()
-        positions = self._positions
-        assert positions is not None
-        hidden = self._forward_tokens(torch.tensor(tokens, device=positions.device), positions)  # (B, H)
-        positions += 1  # in place: the tensor stays the same from token to token until rows come or go
-        self._lengths = [length + 1 for length in self._lengths]
-        return self.weights.head(self.weights.norm(hidden))
-
-    def keep(self, indices: Sequence[int]) -> list[int]:
-        """Forget all rows but these (ascending); returns them in their new order: the last rows move into the gaps."""
-        count = len(indices)
-        order = list(range(count))
-        survivors = set(indices)
-        for index in range(len(self._rows)):
-            if index not in survivors:
-                self._remember(index)
-        # Live rows stay at 0..count-1, so that a step takes a view of the cache and not a gather. Only as many rows are
-        # copied as have left, not all that come after the first gap.
-        gaps = [index for index in order if index not in survivors]
-        moved = [index for index in indices if index >= count]
-        if gaps:
-            cached = self._cached_lengths()
-            longest = max(cached[index] for index in moved)
-            to, source = torch.tensor(gaps), torch.tensor(moved)
-            for cache in self._cache:
-                # (2, rows, kv heads, positions, head_dim); the right side is a copy, so overlaps do no harm
-                cache[:, to, :, :longest] = cache[:, source, :, :longest]
-            for gap, index in zip(gaps, moved, strict=True):
-                order[gap] = index
-        self._lengths = [self._lengths[index] for index in order]
-        self._rows = [self._rows[index] for index in order]
-        self._prefixes = [self._prefixes[index] for index in order]
-        self._positions = None
-        return order
-
-    def _cached_lengths(self) -> list[int]:
-        """Return the tokens of each row that lie in the cache."""
-        return [n - (prefix.length if prefix else 0) for n, prefix in zip(self._lengths, self._prefixes, strict=True)]
-
-    def _remember(self, index: int) -> None:
-        """Remember a finished row's ids, and its keys and values too if a later prompt may go on from them."""
-        row, length = self._rows[index], self._lengths[index]
-        ids = (*row.prompt_ids, *row.ids)[:length]  # the newest token was never forwarded
-        self._store.see(ids, len(row.prompt_ids))
-        if self._store.continued:
-            # Cloned, since the row's place in the cache is about to be given away. (2, kv heads, length, head_dim)
-            prefix, cached = self._prefixes[index], self._cached_lengths()[index]
-            cache = [layer[:, index, :, :cached].clone() for layer in self._cache]
-            if prefix is not None:
-                cache = [torch.cat([prefix.layer(number), part], dim=2) for number, part in enumerate(cache)]
-            self._store.add(PrefixSegment(ids, leaf=True, cache=cache))
-
-    def _reserve(self, rows: int, length: int) -> None:
-        """Make the cache large enough; what it holds stays."""
-        old_rows, old_length = (self._cache[0].shape[1], self._cache[0].shape[3]) if self._cache else (0, 0)
-        if rows <= old_rows and length <= old_length:
-            return
-        # A quarter more than is needed, so that a batch which grows row by row or token by token is copied a
-        # logarithmic number of times only. Zeros: a masked value is multiplied by 0, and 0 × NaN of fresh memory would
-        # be NaN.
-        w = self.weights
-        # Places of rows that have left go where there are more: `batch_tokens` counts live rows, so that many short
-        # prompts and later a few long ones would hold as many times the limit.
-        rows = max(rows, old_rows * 5 // 4) if rows > old_rows else min(old_rows, rows * 5 // 4)
-        if length > old_length:
-            length = -(-max(length + CACHE_STEP, old_length * 5 // 4) // CACHE_STEP) * CACHE_STEP
-        else:
-            length = old_length
-        # rows that are about to be filled included: what is copied of them is finite, and masked
-        live, filled = min(len(self._lengths), old_rows), min(max(self._cached_lengths(), default=0), old_length)
-        for index in range(len(w.layers)):
-            new = w.embedding.new_zeros(2, rows, w.kv_heads, length, w.head_dim)
-            if self._cache:  # layer by layer: old and new of one layer at a time, never of the whole cache
-                new[:, :live, :, :filled] = self._cache[index][:, :live, :, :filled]
-                self._cache[index] = new
-            else:
-                self._cache = [new, *[torch.zeros_like(new) for _ in w.layers[1:]]]
-                break
-        self._positions = None
-
-    def _set_positions(self) -> None:
-        """Set each row's next position, and the mask over the positions that each row holds."""
-        device = self.weights.embedding.device
-        self._positions = torch.tensor(self._lengths, device=device)
-        self._groups = Groups(self._prefixes, device, self.weights.by_onednn)
-        cached = self._cached_lengths()
-        # Column of the cache - position, per row.
-        self._shifts = torch.tensor(cached, device=device) - self._positions
-        if len(set(cached)) == 1:
-            self._mask = None  # all rows end in the same column: nothing to hide
-            return
-        columns = torch.arange(self._cache[0].shape[3], device=device)
-        hidden = columns >= (self._positions + self._shifts).unsqueeze(1)  # (rows, length): what a row lacks yet
-        zeros = torch.zeros(hidden.shape, dtype=self.weights.embedding.dtype, device=device)
-        self._mask = zeros.masked_fill_(hidden, float("-inf"))
-
+    @override
     def _forward_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Forward one token per row: (B,) ids at (B,) positions -> (B, H) before the last norm; extends the cache."""
         w = self.weights
         assert self._shifts is not None
         rows, length = len(tokens), max(self._cached_lengths()) + 1
@@ -243,14 +86,10 @@ class NativeLoop:
                 mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
             x = layer.out.add_to(x, mixed.reshape(rows, -1))
             x = _mlp(layer, x)
-        return x
+        return w.head(w.norm(x))
 
+    @override
     def _forward_segments(self, segments: Sequence[PrefixSegment], target: Target) -> Tensor:
-        """Forward segments on top of one parent, padded on the right (causal attention never sees that).
-
-        Returns:
-            (U, H) of the last tokens, before the last norm. Segments that are no leaves get their `cache`.
-        """
         w = self.weights
         parent, start = segments[0].parent, segments[0].start
         parts = [segment.ids[start:] for segment in segments]
@@ -297,7 +136,7 @@ class NativeLoop:
         visible = torch.arange(length, device=device) <= (last + (length - width)).unsqueeze(1)
         grouped = query.view(count, w.kv_heads, -1, w.head_dim)
         mixed = F.scaled_dot_product_attention(grouped, key, value, attn_mask=visible[:, None, None])
-        return _mlp(layer, layer.out.add_to(x[ends], mixed.reshape(count, -1)))
+        return w.head(w.norm(_mlp(layer, layer.out.add_to(x[ends], mixed.reshape(count, -1)))))
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layer: Layer, heads: slice = slice(None)) -> None:

@@ -147,6 +147,38 @@ class Target:
         return joined[0], joined[1]
 
 
+@dataclass(frozen=True, slots=True)
+class Softmax:
+    """How a layer's scores become weights."""
+
+    scale: float
+    window: int | None = None
+    """A token sees itself and window - 1 before it; None: all."""
+    softcap: float | None = None
+    """Scores s become c · tanh(s / c)."""
+    sinks: Tensor | None = None
+    """(heads,) score of a key without a value, one more in each softmax."""
+    positions: Tensor | None = None
+    """(B,) of the rows' tokens, where there is a window."""
+
+    def bent(self, scores: Tensor) -> Tensor:
+        """Return scores under the cap."""
+        return scores if self.softcap is None else torch.tanh(scores / self.softcap) * self.softcap
+
+    def weights(self, scores: Tensor) -> Tensor:
+        """Return the weights of masked scores, (rows, kv heads, heads / kv heads, ..., keys)."""
+        if self.sinks is None:
+            return scores.softmax(-1)
+        sinks = self.sinks.float().view(scores.shape[1], -1, *[1] * (scores.dim() - 3))
+        return torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], dim=-1).softmax(-1)[..., :-1]
+
+    def near(self, rows: Tensor, length: int) -> Tensor | None:
+        """Return (rows, length) bool, which of a prefix's tokens rows see; None: all of them."""
+        if self.window is None or self.positions is None:
+            return None
+        return self.positions[rows, None] - torch.arange(length, device=rows.device) < self.window
+
+
 class Groups:
     """Rows in flight by their prefix, and the attention of one token of each.
 
@@ -168,20 +200,25 @@ class Groups:
     def __bool__(self) -> bool:
         return bool(self.groups)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, layer: int) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, layer: int, softmax: Softmax | None = None
+    ) -> Tensor:
         """Attend to a row's prefix and its own positions in one softmax, as if they lay in one cache.
 
         Args:
             query: (B, kv heads, heads / kv heads, D).
             key: (B, kv heads, L, D), of the rows' own positions; `value` likewise.
             mask: (B, 1, 1, L), added; None: all are seen.
+            softmax: None: scores by the square root of D, and nothing else.
 
         Returns:
             (B, kv heads, heads / kv heads, D).
         """
         size = query.shape[-1]
-        query = query * size**-0.5  # before the products, which could overflow in float16
-        scores = (query @ key.transpose(-1, -2)).float()  # (B, kv heads, g, L); softmax in float32, as the model does
+        softmax = softmax or Softmax(size**-0.5)
+        query = query * softmax.scale  # before the products, which could overflow in float16
+        # (B, kv heads, g, L); softmax in float32, as the model does
+        scores = softmax.bent((query @ key.transpose(-1, -2)).float())
         if mask is not None:
             scores += mask
         weights = torch.empty_like(scores)
@@ -192,13 +229,16 @@ class Groups:
             # The rows' queries stand side by side: one product per key head with keys that are read once.
             queries = query[rows].transpose(0, 1).reshape(heads, -1, size)  # (kv heads, rows * g, D)
             shared = self.product(queries, keys).float().view(heads, len(rows), -1, length).transpose(0, 1)
-            both = torch.cat([shared, scores[rows]], dim=-1).softmax(-1)  # (rows, kv heads, g, P + L)
+            shared = softmax.bent(shared)
+            if (near := softmax.near(rows, length)) is not None:
+                shared = shared.masked_fill(~near[:, None, None], float("-inf"))
+            both = softmax.weights(torch.cat([shared, scores[rows]], dim=-1))  # (rows, kv heads, g, P + L)
             weights[rows] = both[..., length:]
             of_prefix = both[..., :length].transpose(0, 1).reshape(heads, -1, length).to(values.dtype)
             part = self.product(of_prefix, values.transpose(-1, -2))
             added.append((rows, part.view(heads, len(rows), -1, size).transpose(0, 1)))
         if self.alone is not None:
-            weights[self.alone] = scores[self.alone].softmax(-1)
+            weights[self.alone] = softmax.weights(scores[self.alone])
         mixed = weights.to(value.dtype) @ value
         for rows, part in added:
             mixed[rows] += part
