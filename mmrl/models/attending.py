@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -153,6 +154,16 @@ def attended_layers(model: torch.nn.Module) -> list[LayerAttention]:
     if wanted or implementation not in ("sdpa", "eager", IMPLEMENTATION, EAGER):
         raise NotPlain(f"its attention is '{implementation}'")
     _check_positions(causal.config)
+    if causal not in _ATTENDED:
+        _ATTENDED[causal] = _looked_at(causal)
+    return _ATTENDED[causal]
+
+
+_ATTENDED: WeakKeyDictionary[PreTrainedModel, list[LayerAttention]] = WeakKeyDictionary()
+"""What was found: a large model's forward takes seconds on a CPU, and engine and trainer ask of the same one."""
+
+
+def _looked_at(causal: PreTrainedModel) -> list[LayerAttention]:
     seen: list[tuple[AttentionModule, torch.Tensor, torch.Tensor, torch.Tensor | None, dict[str, Any]]] = []
     masks: list[MaskFunction] = []
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
+    BloomConfig,
+    BloomForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -28,6 +28,7 @@ from mmrl.config import ModelConfig
 from mmrl.config.engines import TransformersConfig
 from mmrl.engines.base import EngineSetup, Request, Sampling
 from mmrl.engines.embedded import shared_prefix
+from mmrl.engines.embedded.attended import AttendedLoop
 from mmrl.engines.embedded.batch_rows import BatchRow
 from mmrl.engines.embedded.decode import NativeLoop
 from mmrl.engines.embedded.transformers_engine import TransformersEngine
@@ -137,7 +138,11 @@ def test_half_precision_lora_is_applied_beside_the_weights() -> None:
 
 
 def come_and_go(
-    dice: random.Random, draw: Callable[[], list[list[int]]], policy: Any = None, forks: bool = False
+    dice: random.Random,
+    draw: Callable[[], list[list[int]]],
+    policy: Any = None,
+    forks: bool = False,
+    loop: Callable[[Any], Any] = NativeLoop,
 ) -> None:
     """Any sequence of joining, leaving and decoding leaves each row with the logits it has alone.
 
@@ -146,7 +151,7 @@ def come_and_go(
         forks: rows that join may also go on from what a row holds by then.
     """
     policy = model(seed=3) if policy is None else policy
-    own = NativeLoop(policy)
+    own = loop(policy)
     rows: list[list[int]] = []
     last: list[torch.Tensor] = []
     with torch.no_grad():
@@ -176,6 +181,15 @@ def come_and_go(
 def test_rows_that_come_and_go_have_the_logits_that_they_have_alone(seed: int, together: bool) -> None:
     """Whatever they share (a header, a whole prompt, nothing), also where they read it together."""
     dice = random.Random(seed)
+    with pytest.MonkeyPatch.context() as patch:
+        if together:
+            patch.setattr(shared_prefix, "LEAST_TOKENS", 8)
+            patch.setattr(shared_prefix, "LEAST_BYTES", {"cpu": 1})
+        come_and_go(dice, headed(dice))
+
+
+def headed(dice: random.Random) -> Callable[[], list[list[int]]]:
+    """Draws prompts that share headers, end within one, or are the same."""
     headers = [[dice.randrange(VOCABULARY) for _ in range(dice.randint(20, 60))] for _ in range(2)]
 
     def draw() -> list[list[int]]:
@@ -184,11 +198,7 @@ def test_rows_that_come_and_go_have_the_logits_that_they_have_alone(seed: int, t
         new = [[*dice.choice(headers), *tail][: dice.choice((None, 18))] for tail in tails]
         return new + [list(new[0]) for _ in range(dice.randint(0, 3))]
 
-    with pytest.MonkeyPatch.context() as patch:
-        if together:
-            patch.setattr(shared_prefix, "LEAST_TOKENS", 8)
-            patch.setattr(shared_prefix, "LEAST_BYTES", {"cpu": 1})
-        come_and_go(dice, draw)
+    return draw
 
 
 def test_a_pass_wider_than_the_rows_that_it_begins() -> None:
@@ -258,7 +268,7 @@ def test_places_of_rows_that_have_left_go_where_the_others_grow() -> None:
     assert_logits_of(policy, [[*ids, 3] for ids in (prompts[7], prompts[30], long)], logits)
 
 
-def forwarded(own: NativeLoop, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def forwarded(own: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Lengths of the segments that are forwarded from now on."""
     seen: list[int] = []
     forward = own._forward_segments
@@ -287,7 +297,11 @@ def test_equal_prompts_and_a_shared_header_are_forwarded_once_and_found_again(mo
 
 def test_a_later_turn_goes_on_from_the_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = model()
-    own = NativeLoop(policy)
+    later_turns(policy, NativeLoop(policy), monkeypatch)
+
+
+def later_turns(policy: Any, own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each turn but the first two forwards what is new alone."""
     seen = forwarded(own, monkeypatch)
     dice = random.Random(0)
     ids = [dice.randrange(VOCABULARY) for _ in range(70)]
@@ -321,33 +335,35 @@ def test_switching_an_adapter_off_is_seen() -> None:
 
 
 def test_unknown_architecture_falls_back_aloud(caplog: pytest.LogCaptureFixture) -> None:
-    policy = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=64)).eval()
+    policy = BloomForCausalLM(BloomConfig(vocab_size=VOCABULARY, hidden_size=16, n_layer=1, n_head=2)).eval()
     with caplog.at_level(logging.WARNING, "mmrl.engines"):
         served = TransformersEngine(policy, tokenizer(), TransformersConfig(), EngineSetup(threads=1))
     assert len([record for record in caplog.records if record.name == "mmrl.engines"]) == 1
-    assert "GPT2LMHeadModel is not one of LlamaForCausalLM" in caplog.text
-    made = generate(served, [request([5] * 60, 0, max_tokens=50)])[0]
-    assert len(made.ids) <= 4  # the model's own limit of 64 positions
-    with pytest.raises(ConfigError, match=r"engine.loop: got 'own', which cannot serve this model: GPT2LMHeadModel"):
+    assert "BloomForCausalLM has layers that mix tokens otherwise" in caplog.text
+    assert len(generate(served, [request([5] * 60, 0, max_tokens=5)])[0].ids) <= 5
+    with pytest.raises(ConfigError, match=r"engine.loop: got 'own', which cannot serve this model: BloomForCausalLM"):
         own_loop(policy)
 
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 
 
+def test_a_position_encoding_by_length_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'dynamic' depends"):
+        own_loop(model(rope_parameters=DYNAMIC))
+
+
 @pytest.mark.parametrize(
-    ("made", "reason"),
+    "made",
     [
-        (lambda: model(use_sliding_window=True, sliding_window=8, max_window_layers=1), "whole context"),
-        (lambda: model(hidden_act="gelu"), "activation is 'gelu'"),
-        (lambda: model(rope_parameters=DYNAMIC), "'dynamic' depends"),
-        (lambda: adapted(model(), "q_proj", use_dora=True), "DoRA"),
+        lambda: model(use_sliding_window=True, sliding_window=8, max_window_layers=1),
+        lambda: model(hidden_act="gelu"),
+        lambda: adapted(model(), "q_proj", use_dora=True),
     ],
-    ids=range(4),
+    ids=range(3),
 )
-def test_variants_it_does_not_know_are_refused(made: Callable[[], Any], reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason):
-        own_loop(made())
+def test_variants_that_it_does_not_know_are_served_by_the_models_own_layers(made: Callable[[], Any]) -> None:
+    assert isinstance(own_loop(made()), AttendedLoop)
 
 
 CHECKED = ModelConfig(name="x", path="x")

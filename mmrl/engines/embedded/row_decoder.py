@@ -81,7 +81,7 @@ class RowDecoder:
         models = list(dict.fromkeys(model for model, _ in weights.values()))
         self.parameters = sum(parameter.numel() for parameter in models[0].parameters())
         self.device = next(models[0].parameters()).device.index
-        kinds = {model: _loop_kind(model, config.loop) for model in models}
+        kinds = {model: _loop_kind(model, config.loop, checked) for model in models}
         self.loops: dict[str, Loop] = {}
         # In half precision the adapters of a model share the base weights that the first of them reads.
         self._base: NativeLoop | None = None
@@ -311,15 +311,19 @@ def _replayed(loop: Loop, rows: Sequence[CheckRow]) -> list[list[float]]:
     return found
 
 
-def _loop_kind(model: torch.nn.Module, choice: str) -> type[Loop]:
+def _loop_kind(model: torch.nn.Module, choice: str, checked: bool) -> type[Loop]:
     """Return the fastest loop that knows a model's layers, with a warning where it is a slow one."""
     if choice == "hf":
         return HFLoop
     if unsupported(model) is None:
         return NativeLoop
-    if (reason := unattended(model)) is None:
+    reason = unattended(model)
+    # What mixes tokens beside attention shows in the self-check alone.
+    if reason is None and (checked or choice == "own"):
         return AttendedLoop
     if choice == "own":
         raise ConfigError(f"engine.loop: got 'own', which cannot serve this model: {reason}; use auto or hf")
-    LOG.warning("engine.loop=auto: the model's own forward generates (slower), since %s", reason)
+    LOG.warning(
+        "engine.loop=auto: the model's own forward generates (slower), since %s", reason or "model.selfcheck=false"
+    )
     return HFLoop
