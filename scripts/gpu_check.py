@@ -3,10 +3,10 @@
 Two parts, each with random weights: Qwen3-8B with LoRA (r = 16) and a small Qwen3 at full parameters, on rollouts with
 the lengths of MHGPO's Reranker, with shared prompts (IS) and without (FoF). For each: log-probabilities and gradients
 of packed tries against padded rows and against TRL's GRPOTrainer; seconds, tokens/s, MFU on unique tokens against a
-matrix product measured in this run, peak memory; the ratio to TRL. Then Qwen3-0.6B with LoRA on completions of 16,000
-tokens, without TRL. Prints a table and writes JSON to `out=`, to the folder `$OUT` where that is set, else to
-`outputs/bench/`. Exit code 1 when a check fails or a bar is missed. `device=cpu tiny=1` runs all of it with tiny
-models, to test the script itself; its numbers mean nothing.
+matrix product measured in this run, peak memory; the ratio to TRL. In 16 bits the same by `train.packing=trie_varlen`.
+Then Qwen3-0.6B with LoRA on completions of 16,000 tokens, without TRL. Prints a table and writes JSON to `out=`, to the
+folder `$OUT` where that is set, else to `outputs/bench/`. Exit code 1 when a check fails or a bar is missed.
+`device=cpu tiny=1` runs all of it with tiny models, to test the script itself; its numbers mean nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +160,32 @@ def mine(part: Part, rows: list[Row], few: list[Row], device: str, dtype: str, r
     found["peak_bytes"] = peak_bytes(side.run)
     found["seconds"] = min(once(side.run)[1] for _ in range(repeats))
     found["pack_tokens"] = trainer.forwards.budget
+    if device == "cpu" or dtype != "float32":  # which the kernel does not have
+        found |= by_varlen(side, packed, packed_logprobs, rows, few, repeats)
     return Mine(weights, packed, found)
+
+
+def by_varlen(
+    side: Ours,
+    gradients: dict[str, torch.Tensor],
+    logprobs: list[tuple[float, ...]],
+    rows: list[Row],
+    few: list[Row],
+    repeats: int,
+) -> dict[str, float]:
+    """Compare `train.packing=trie_varlen` with FlexAttention on `few` rollouts, and time `rows`."""
+    forwards = side.trainer.forwards
+    train = forwards.settings.train.model_copy(update={"packing": "trie_varlen"})
+    forwards.settings = replace(forwards.settings, train=train)
+    side.batch = calls(few)
+    pairs = zip(logprobs, side.logprobs(), strict=True)
+    found = {
+        "varlen_max_logprob_difference": max(abs(a - b) for one, two in pairs for a, b in zip(one, two, strict=True)),
+        "varlen_cosine": cosine(gradients, host(side.gradients().items())),
+    }
+    side.batch = calls(rows)
+    once(side.run)
+    return found | {"varlen_seconds": min(once(side.run)[1] for _ in range(repeats))}
 
 
 def peer(part: Part, mine: Mine, rows: list[Row], few: list[Row], device: str, dtype: str, repeats: int, folder: Path) -> dict[str, Any]:  # fmt: skip  # noqa: E501
@@ -234,6 +259,12 @@ def bars_of(name: str, kind: str, found: dict[str, Any], dtype: str, meaningful:
         bar("tokens/s", found["tokens_per_s"], LONG_BAR if meaningful and kind == "long" else None),
         bar("peak GiB", found["peak_bytes"] / 2**30, None),
     ]
+    if "varlen_seconds" in found:
+        bars += [
+            bar("|Δ log-prob|, varlen", found["varlen_max_logprob_difference"], most, at_most=True),
+            bar("gradient, varlen", found["varlen_cosine"], least),
+            bar("FlexAttention / varlen", found["seconds"] / found["varlen_seconds"], None, "x"),
+        ]
     if kind in RATIO_BARS:
         bars += [
             bar("gradient, TRL", found["cosine_trl"], least),

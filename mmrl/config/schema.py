@@ -143,7 +143,9 @@ class TrainConfig(Section):
         None, ge=64, description="tokens of a forward in the update; null: by the device's memory"
     )
     packing: Literal["auto", "trie", "trie_varlen", "padded"] = Field(
-        "auto", description="trie forwards each distinct prefix once; auto: trie where the model's layers allow it"
+        "auto",
+        description="trie forwards each distinct prefix once; auto: trie where the model's layers allow it; "
+        "trie_varlen: by torch's varlen attention, on CUDA in 16 bits, instead of FlexAttention",
     )
     old_logprobs: Literal["sampler", "recompute"] = Field(
         "sampler", description="the ratio's denominator: the sampler's record, or a forward of the trainer's own"

@@ -22,7 +22,7 @@ from mmrl.engines.base import Completion, EngineSetup, Request, Sampling
 from mmrl.engines.embedded.transformers_engine import TransformersEngine
 from mmrl.plan.workload import unique_tokens
 from scripts import expect_some_of
-from scripts.bench.common import Bar, Measured, make_model, show, summary, timed, token_counts
+from scripts.bench.common import NO_BARS, Bar, Measured, make_model, show, summary, timed, token_counts
 
 BARS = {"short": 1.5, "fork": 3.0, "shared": 3.0, "one": 0.9}
 """Least ratio of `generate` to the native decoder: independent short calls, several samples per prompt; of a model of
@@ -170,7 +170,12 @@ def measure(args: dict[str, str]) -> Measured:
         if shape.kind in kinds
     ]
     bars = [
-        Bar(f"engine: generate / mmrl, {line['shape']}", line["ratio_generate"], BARS[line["kind"]], **line["tokens"])
+        Bar(
+            f"engine: generate / mmrl, {line['shape']}",
+            line["ratio_generate"],
+            BARS[line["kind"]] if size not in NO_BARS else None,  # there are no bars for it
+            **line["tokens"],
+        )
         for line in lines
     ]
     return bars, {"model": size, "lines": lines}
