@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 IMPLEMENTATION = "mmrl_tree"
 """Name of the attention function in transformers' registry."""
 
-LARGE, PIECE = 384, 256
+LARGE, PIECE = 256, 256
 """On the CPU, a node that this many tokens see is attended to in pieces of at most so many keys: the kernels cut the
 queries of a large call into blocks of 256 and compute a causal block whole, so smaller calls waste less."""
 
