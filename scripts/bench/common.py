@@ -183,7 +183,7 @@ def cosine(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) 
 
 def table(bars: Sequence[Bar]) -> str:
     """One line per bar: what, measured, bar, met or missed, tokens where there are any."""
-    counts = {
+    counts: dict[str, list[Any]] = {
         "padded": [bar.padded for bar in bars],
         "real": [bar.real for bar in bars],
         "unique": [bar.unique for bar in bars],

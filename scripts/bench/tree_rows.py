@@ -32,7 +32,7 @@ def plan(rows: list[Row], budget: int) -> list[Any] | None:
             batcher = importlib.import_module(place).TokenBudgetBatcher
         except (ImportError, AttributeError):
             continue
-        samples = [
+        samples: list[dict[str, Any]] = [
             {
                 "input_ids": torch.tensor(row.prompt + row.completion),
                 "completion_mask": torch.tensor([0] * len(row.prompt) + row.mask),
@@ -79,15 +79,12 @@ def attention(
         flash = torch.ops.aten._flash_attention_forward
         return flash(q, k, v, of_q, of_k, *longest, 0.0, True, False, scale=scaling)[0][None], None
     sizes_q, sizes_k = of_q.diff().tolist(), of_k.diff().tolist()
-    parts = [
-        torch.nn.functional.scaled_dot_product_attention(
-            *(states.transpose(0, 1)[None] for states in (a, b, c)),
-            attn_mask=causal_lower_right(a.shape[0], b.shape[0]),  # type: ignore[arg-type]
-            scale=scaling,
-            enable_gqa=True,
-        )[0].transpose(0, 1)
-        for a, b, c in zip(q.split(sizes_q), k.split(sizes_k), v.split(sizes_k), strict=True)
-    ]
+    parts = []
+    for of_segment in zip(q.split(sizes_q), k.split(sizes_k), v.split(sizes_k), strict=True):
+        a, b, c = (states.transpose(0, 1)[None] for states in of_segment)
+        sees: Any = causal_lower_right(a.shape[2], b.shape[2])
+        part = torch.nn.functional.scaled_dot_product_attention(a, b, c, sees, scale=scaling, enable_gqa=True)
+        parts.append(part[0].transpose(0, 1))
     return torch.cat(parts)[None], None
 
 
