@@ -2,11 +2,12 @@
 
 Two parts, each with random weights: Qwen3-8B with LoRA (r = 16) and a small Qwen3 at full parameters, on rollouts with
 the lengths of MHGPO's Reranker, with shared prompts (IS) and without (FoF). For each: log-probabilities and gradients
-of packed tries against padded rows and against TRL's GRPOTrainer; seconds, tokens/s, MFU on unique tokens against a
-matrix product measured in this run, peak memory; the ratio to TRL. In 16 bits the same by `train.packing=trie_varlen`.
-Then Qwen3-0.6B with LoRA on completions of 16,000 tokens, without TRL. Prints a table and writes JSON to `out=`, to the
-folder `$OUT` where that is set, else to `outputs/bench/`. Exit code 1 when a check fails or a bar is missed.
-`device=cpu tiny=1` runs all of it with tiny models, to test the script itself; its numbers mean nothing.
+of packed tries against padded rows, TRL's GRPOTrainer and the packing of TRL's AsyncGRPOTrainer; seconds, tokens/s, MFU
+on unique tokens against a matrix product measured in this run and against the card's own figure, peak memory; the
+ratios to TRL. In 16 bits the same by `train.packing=trie_varlen`. Then Qwen3-0.6B with LoRA on completions of 16,000
+tokens, without TRL. Prints a table and writes JSON to `out=`, to the folder `$OUT` where that is set, else to
+`outputs/bench/`. Exit code 1 when a check fails or a bar is missed. `device=cpu tiny=1` runs all of it with tiny
+models, to test the script itself; its numbers mean nothing.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from mmrl.engines.embedded.prefixes import common_prefix
 from mmrl.plan.shapes import KNOWN, Shape
 from mmrl.trainer.settings import Settings
 from scripts import expect_some_of
+from scripts.bench import tree_rows
 from scripts.bench.common import MODELS, Bar, cosine, finish, once, options, random_model, token_counts
 from scripts.bench.sides import Ours, Trl
 from scripts.bench.update_shapes import Dice, Row, calls, forked_first, independent
@@ -41,6 +43,8 @@ TOLERANCE = {"float32": (1e-4, 0.9999), "bfloat16": (0.2, 0.995)}
 packed and padded attention sum in different orders."""
 DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
 """device -> the dtype that is checked on it by default."""
+CARDS = {"H100": 989e12, "H200": 989e12}
+"""Part of a device's name -> FLOP/s in bfloat16 without sparsity by its maker, which others divide by."""
 MFU_BAR = 45.0
 """Least percent of the device's matrix product rate that LoRA on an 8B model reaches on unique tokens."""
 Lengths = tuple[int, tuple[int, int], tuple[int, int]]
@@ -188,8 +192,8 @@ def by_varlen(
     return found | {"varlen_seconds": min(once(side.run)[1] for _ in range(repeats))}
 
 
-def peer(part: Part, mine: Mine, rows: list[Row], few: list[Row], device: str, dtype: str, repeats: int, folder: Path) -> dict[str, Any]:  # fmt: skip  # noqa: E501
-    """Time TRL's GRPOTrainer on the same rollouts, from the same weights."""
+def peer_model(part: Part, mine: Mine, device: str, dtype: str) -> Any:
+    """Make a peer's model, with mmrl's weights and, of those that are trained, in float32."""
     model = random_model(part.shape, device=device, dtype=getattr(torch, dtype))
     if part.lora is not None:
         import peft
@@ -206,6 +210,12 @@ def peer(part: Part, mine: Mine, rows: list[Row], few: list[Row], device: str, d
         for name, parameter in model.named_parameters():
             if name in mine.weights:
                 parameter.copy_(mine.weights[name])
+    return model
+
+
+def peer(part: Part, mine: Mine, rows: list[Row], few: list[Row], device: str, dtype: str, repeats: int, folder: Path) -> dict[str, Any]:  # fmt: skip  # noqa: E501
+    """Time TRL's GRPOTrainer on the same rollouts, from the same weights."""
+    model = peer_model(part, mine, device, dtype)
     assert part.micro is not None
     side = Trl(model, few, part.micro, folder)
     side.trainer.accelerator.prepare_model(side.trainer.model)
@@ -220,6 +230,17 @@ def peer(part: Part, mine: Mine, rows: list[Row], few: list[Row], device: str, d
     return found
 
 
+def tree_row_peer(part: Part, mine: Mine, rows: list[Row], few: list[Row], device: str, dtype: str, repeats: int) -> dict[str, Any]:  # fmt: skip  # noqa: E501
+    """Time the packing of TRL's AsyncGRPOTrainer likewise, with mmrl's tokens per pack."""
+    side = tree_rows.TreeRows(peer_model(part, mine, device, dtype), few, mine.found["pack_tokens"])
+    found: dict[str, Any] = {"cosine_tree_row": cosine(mine.gradients, host(side.gradients().items()))}
+    side.rows = rows
+    found["tree_row_peak_bytes"] = peak_bytes(side.run)
+    found["tree_row_seconds"] = min(once(side.run)[1] for _ in range(repeats))
+    found["ratio_tree_row"] = found["tree_row_seconds"] / mine.found["seconds"]
+    return found
+
+
 def measure(part: Part, kind: str, lengths: Lengths, device: str, dtype: str, rate: float, repeats: int) -> dict[str, Any]:  # fmt: skip  # noqa: E501
     """Measure one model on one kind of rollouts."""
     most, prompt, completion = lengths
@@ -228,9 +249,13 @@ def measure(part: Part, kind: str, lengths: Lengths, device: str, dtype: str, ra
     ours = mine(part, rows, few, device, dtype, repeats, folder / "mmrl")
     free_memory()
     theirs: dict[str, Any] = {}
+    packed: dict[str, int] = {}
     if part.micro is not None:
         theirs = peer(part, ours, rows, few, device, dtype, repeats, folder / "trl")
         free_memory()
+        if packed := tree_rows.counts(rows, ours.found["pack_tokens"]):
+            theirs |= tree_row_peer(part, ours, rows, few, device, dtype, repeats)
+            free_memory()
     # The last token of a call is only predicted.
     unique, pairs = trie_pairs((row.prompt + row.completion)[:-1] for row in rows)
     scored = sum(len(row.completion) for row in rows)
@@ -239,9 +264,10 @@ def measure(part: Part, kind: str, lengths: Lengths, device: str, dtype: str, ra
     found = ours.found | theirs
     return found | {
         "lora": part.lora is not None,
-        "tokens": token_counts([(len(row.prompt), len(row.completion)) for row in rows], unique),
+        "tokens": token_counts([(len(row.prompt), len(row.completion)) for row in rows], unique) | packed,
         "tokens_per_s": unique / found["seconds"],
         "mfu_percent": 100 * work / found["seconds"] / rate,
+        "work_flops": work,
     }
 
 
@@ -256,6 +282,7 @@ def bars_of(name: str, kind: str, found: dict[str, Any], dtype: str, meaningful:
         bar("|Δ log-prob|", found["max_logprob_difference"], most, at_most=True),
         bar("gradient, padded", found["cosine_padded"], least),
         bar("MFU", found["mfu_percent"], MFU_BAR if meaningful and found["lora"] and kind != "long" else None, "%"),
+        *([bar("MFU of the card", found["card_percent"], None, "%")] if "card_percent" in found else []),
         bar("tokens/s", found["tokens_per_s"], LONG_BAR if meaningful and kind == "long" else None),
         bar("peak GiB", found["peak_bytes"] / 2**30, None),
     ]
@@ -270,6 +297,12 @@ def bars_of(name: str, kind: str, found: dict[str, Any], dtype: str, meaningful:
             bar("gradient, TRL", found["cosine_trl"], least),
             bar("TRL / mmrl", found["ratio_trl"], RATIO_BARS[kind] if meaningful else None, "x"),
             bar("TRL's peak GiB", found["trl_peak_bytes"] / 2**30, None),
+        ]
+    if "ratio_tree_row" in found:
+        bars += [
+            bar("gradient, TreeRow", found["cosine_tree_row"], least),
+            bar("TreeRow / mmrl", found["ratio_tree_row"], None, "x"),
+            bar("TreeRow's peak GiB", found["tree_row_peak_bytes"] / 2**30, None),
         ]
     return bars
 
@@ -291,10 +324,13 @@ def main(arguments: Sequence[str]) -> int:
     rate = product_rate(device, dtype, 256 if tiny else 8192)
     where = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     print(f"{where}, {dtype}: matrix product {rate / 1e12:.3g} TFLOP/s", flush=True)
+    card = next((flops for name, flops in CARDS.items() if name in where), None)
     bars, kept = [], {}
     for part, kind, size in cases:
         started = time.perf_counter()
         found = measure(part, kind, size, device, dtype, rate, repeats)
+        if card is not None:
+            found["card_percent"] = 100 * found["work_flops"] / found["seconds"] / card
         kept[f"{part.name}, {kind}"] = found
         bars += bars_of(part.name, kind, found, dtype, meaningful=device == "cuda" and not tiny)
         # In full: whoever stops it has the cases so far.

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -22,7 +23,7 @@ from mmrl.trainer.packing import Pack
 CHUNK = 2**26
 """Logits that exist at once (256 MB in float32); where there are more, the backward pass computes them again."""
 ENTROPY_CHUNK = 512
-"""Positions whose entropy is computed at once; it needs a second float32 copy of their logits."""
+"""Positions whose entropy is computed at once; it needs a second copy of their logits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +106,38 @@ def _measure(
         logits = logits.float()
     if temperature != 1:
         logits = logits / temperature
-    # Not log_softmax: that keeps a second (N, V) tensor for the backward pass.
-    total = torch.logsumexp(logits, dim=-1)  # (N,)
-    logprobs = logits.gather(-1, targets[:, None])[:, 0] - total
-    return logprobs, _entropy(logits.detach(), total.detach()) if entropy else None
+    return _TargetLogprobs.apply(logits, targets, entropy)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _TargetLogprobs(torch.autograd.Function):
+    """log-softmax at the targets, with one exponential of each logit for value, entropy and gradient together."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, entropy: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return log-probabilities of (N,) targets under (N, V) logits; with `entropy` entropies, without gradient."""
+        largest = logits.amax(-1, keepdim=True)
+        probabilities = (logits - largest).exp_()  # (N, V): all that the backward pass needs
+        norm = probabilities.sum(-1, keepdim=True)
+        probabilities.div_(norm)
+        total = (largest + norm.log_())[:, 0]  # (N,)
+        logprobs = logits.gather(-1, targets[:, None])[:, 0] - total
+        ctx.save_for_backward(probabilities, targets)
+        ctx.set_materialize_grads(False)
+        if not entropy:
+            return logprobs, None
+        parts = zip(probabilities.split(ENTROPY_CHUNK), logits.split(ENTROPY_CHUNK), strict=True)
+        entropies = total - torch.cat([(some * part).sum(-1) for some, part in parts])
+        ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, _: None) -> tuple[torch.Tensor, None, None]:
+        """Return grad * (onehot(target) - probabilities), written over the probabilities."""
+        probabilities, targets = ctx.saved_tensors
+        found = probabilities.mul_(-grad[:, None])
+        return found.scatter_add_(1, targets[:, None], grad[:, None]), None, None
 
 
 def _likeliest(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -144,7 +173,7 @@ def _score_in_chunks(
         rows = hidden.reshape(-1, hidden.shape[-1])[pack.positions]  # (N, H) of (1, packed tokens, H)
         states.append(rows.detach())
         size = max(1, CHUNK // int(head.weight.shape[0]))  # type: ignore[index]
-        # A single chunk keeps its logits for the backward pass, which is faster than computing them again.
+        # A single chunk keeps its probabilities for the backward pass, which is faster than computing them again.
         run: Callable[..., torch.Tensor] = measure
         if len(rows) > size and torch.is_grad_enabled():
             run = functools.partial(checkpoint, measure, use_reentrant=False, preserve_rng_state=False)
@@ -249,10 +278,3 @@ def _only(head: torch.nn.Module, positions: torch.Tensor) -> Iterator[list[torch
         yield states
     finally:
         handle.remove()
-
-
-@torch.no_grad()
-def _entropy(logits: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """Compute lse - E[logit], (N,), from logits, (N, V), and their log-sum-exp, (N,)."""
-    chunks = zip(logits.split(ENTROPY_CHUNK), total.split(ENTROPY_CHUNK), strict=True)
-    return torch.cat([norm - (torch.softmax(part, dim=-1) * part).sum(-1) for part, norm in chunks])

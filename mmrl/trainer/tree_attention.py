@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxOutput, BlockMask
     from transformers import PreTrainedModel
 
-LARGE, PIECE = 384, 256
+LARGE, PIECE = 256, 256
 """On the CPU, a node that this many tokens see is attended to in pieces of at most so many keys: the kernels cut the
 queries of a large call into blocks of 256 and compute a causal block whole, so smaller calls waste less."""
 

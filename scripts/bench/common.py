@@ -63,6 +63,10 @@ class Bar:
     """Tokens of all sequences."""
     unique: int | None = None
     """Tokens left when every shared prefix counts once."""
+    tree_row: int | None = None
+    """Tokens that TRL's AsyncGRPOTrainer forwards after its packing."""
+    copied_keys: int | None = None
+    """Keys that it copies in each layer; mmrl copies none."""
 
     @property
     def met(self) -> bool | None:
@@ -203,12 +207,21 @@ def cosine(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) 
 
 
 def table(bars: Sequence[Bar]) -> str:
-    """One line per bar: what, measured, bar, met or missed, tokens."""
-    rows = [["what", "measured", "bar", "", "padded", "real", "unique", ""]]
-    for bar in bars:
+    """One line per bar: what, measured, bar, met or missed, tokens where there are any."""
+    counts: dict[str, list[Any]] = {
+        "padded": [bar.padded for bar in bars],
+        "real": [bar.real for bar in bars],
+        "unique": [bar.unique for bar in bars],
+        "padded/unique": [f"{bar.padded / bar.unique:.2f}" if bar.padded and bar.unique else None for bar in bars],
+        "TreeRow": [bar.tree_row for bar in bars],
+        "its copied keys": [bar.copied_keys for bar in bars],
+    }
+    shown = {name: column for name, column in counts.items() if any(column)}
+    rows = [["what", "measured", "bar", "", *shown, ""]]
+    for number, bar in enumerate(bars):
         wanted = "" if bar.bar is None else f"{'≤' if bar.at_most else '≥'} {bar.bar:g}{bar.unit}"
         word = {None: "", True: "met", False: "MISSED"}[bar.met]
-        tokens = ["" if count is None else str(count) for count in (bar.padded, bar.real, bar.unique)]
+        tokens = [str(column[number] or "") for column in shown.values()]
         rows.append([bar.what, f"{bar.value:.3g}{bar.unit}", wanted, word, *tokens, ""])
     return align(rows, indent="")
 

@@ -4,6 +4,7 @@ All sides train on the same rollouts from the same random weights: TRL's GRPOTra
 micro-batches of 4, 8 and 32 rows), a plain padded loop with `logits_to_keep` (likewise), and mmrl. One update is
 everything between rollouts and changed weights: packing or padding, forward, backward, clipping, AdamW. Before
 anything is timed, log-probabilities must agree to 1e-4 and gradients to a cosine of 0.9999 on two groups of each shape.
+TRL's AsyncGRPOTrainer, which packs too and needs a GPU, is planned on the same rows and its tokens are counted.
 Runs alternate (A B C A B C ...); the best of each counts. With one thread the clock is CPU time (`common.summary`).
 `matmul=torch,onednn` runs mmrl's packed side with each of these as `model.matmul`; the bars hold for the last, but for
 that against mmrl's padded rows, which run with the first.
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from scripts import expect_some_of
+from scripts.bench import tree_rows
 from scripts.bench.common import MODELS, NO_BARS, Bar, Measured, Seconds, make_model, once, show, summary, token_counts
 from scripts.bench.sides import Ours, Plain, Side, Trl, check
 from scripts.bench.update_shapes import GROUP, SHAPES, Dice, Row, calls
@@ -72,16 +74,16 @@ class Sides:
         worst = {"max_logprob_difference": max, "cosine_plain": min, "cosine_trl": min}
         return {key: pick(one[key] for one in found) for key, pick in worst.items()}
 
-    def seconds(self, repeats: int) -> tuple[Seconds, int]:
-        """Seconds of all sides in turn, one side in memory at a time; and the tokens that mmrl forwards."""
+    def seconds(self, repeats: int) -> tuple[Seconds, dict[str, int]]:
+        """Seconds of all sides in turn, one side in memory at a time; and the tokens of packed sides."""
         found: Seconds = defaultdict(list)
-        tokens = 0
+        tokens: dict[str, int] = {}
         for _ in range(repeats):
             for name, make in self.makers().items():
                 side = make()
                 found[name].append(once(side.run))
-                if isinstance(side, Ours) and name != "padded":
-                    tokens = side.tokens
+                if isinstance(side, Ours) and name != "padded" and not tokens:
+                    tokens = {"unique": side.tokens, **tree_rows.counts(self.rows, side.trainer.forwards.budget)}
                 del side
                 gc.collect()
         return found, tokens
@@ -98,7 +100,7 @@ def measure_shape(name: str, args: dict[str, str], matmul: list[str]) -> dict[st
     # A large model is checked on a group less: the check costs each side an update of what it is made on.
     agreement = replace(sides, rows=rows[: (CHECKED - bool(groups)) * GROUP]).agree()
     gc.collect()
-    seconds, unique = sides.seconds(int(args["repeats"]))
+    seconds, packed = sides.seconds(int(args["repeats"]))
     line = summary(seconds, int(args["threads"]))
     best = line["seconds"]
     # A peer counts with its best micro-batches.
@@ -106,7 +108,7 @@ def measure_shape(name: str, args: dict[str, str], matmul: list[str]) -> dict[st
     show(name, best)
     return line | {
         "shape": name,
-        "tokens": token_counts([(len(row.prompt), len(row.completion)) for row in rows], unique),
+        "tokens": token_counts([(len(row.prompt), len(row.completion)) for row in rows], packed.pop("unique")) | packed,
         "ratios": {
             product: {peer: spent / best[f"ours {product}"] for peer, spent in peers.items()} for product in matmul
         },

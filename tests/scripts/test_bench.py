@@ -14,9 +14,9 @@ import torch
 
 from scripts import gpu_check
 from scripts.bench import __main__ as suite
-from scripts.bench import common, overhead
+from scripts.bench import common, overhead, tree_rows
 from scripts.bench.common import Bar
-from scripts.bench.update_shapes import GROUP, SHAPES, Dice, advantages, calls, independent
+from scripts.bench.update_shapes import GROUP, SHAPES, Dice, Row, advantages, calls, independent
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +132,36 @@ def test_gpu_check_runs_end_to_end_on_the_cpu(tmp_path: Path, monkeypatch: Any) 
         assert part["max_logprob_difference"] < 1e-4 and part["cosine_padded"] > 0.9999
         assert (part["tokens"]["unique"] < part["tokens"]["real"] * 0.7) == name.endswith("is")
         assert part["seconds"] > 0 and 0 < part["mfu_percent"] < 100
-        assert name.endswith("long") or (part["cosine_trl"] > 0.9999 and part["trl_seconds"] > 0)
+        if name.endswith("long"):
+            continue
+        assert part["cosine_trl"] > 0.9999 and part["trl_seconds"] > 0
+        # AsyncGRPOTrainer packs the same trie, but forks a token early, forwards last tokens, and copies keys.
+        assert part["cosine_tree_row"] > 0.9999 and part["tree_row_seconds"] > 0
+        assert part["tokens"]["unique"] < part["tokens"]["tree_row"] <= part["tokens"]["copied_keys"]
+
+
+def test_the_card_is_the_second_denominator(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setitem(gpu_check.CARDS, "cpu", 1e12)
+    out = tmp_path / "x.json"
+    assert gpu_check.main(["device=cpu", "tiny=1", "repeats=1", "only=long", f"out={out}"]) == 0
+    found = json.loads(out.read_text())
+    (part,) = found["parts"].values()
+    assert part["card_percent"] * 1e12 == pytest.approx(part["mfu_percent"] * found["product_flops"])
+    assert part["mfu_percent"] == pytest.approx(100 * part["work_flops"] / part["seconds"] / found["product_flops"])
+
+
+def test_tree_rows_count_what_trl_forwards_and_copies() -> None:
+    shared = [Row((2, 3, 4), ((5, 6),), 0.0), Row((2, 3, 4), ((5, 7),), 1.0)]
+    alone = [Row((8, 9), ((10,),), 0.0), Row((11,), ((12,), (13, 14), (15,)), 1.0)]
+    # A token is keyed on the next one: 2 3 4 are shared, and 5, before the fork, is not. Paths of 3, 5, 5; 3; 5.
+    assert tree_rows.counts([*shared, *alone], 100) == {"tree_row": 7 + 3 + 5, "copied_keys": 13 + 3 + 5}
+    # Of five tokens to a row, each rollout is alone, and none is dropped though one budget is shorter.
+    assert tree_rows.counts([*shared, *alone], 3) == {"tree_row": 18, "copied_keys": 18}
+
+
+def test_tree_rows_are_not_counted_without_trls_planner(monkeypatch: Any) -> None:
+    monkeypatch.setattr(tree_rows, "PLACES", ("trl.moved_elsewhere", "trl.trainer"))
+    assert tree_rows.counts([Row((2,), ((3,),), 0.0)] * 4, 8) == {}
 
 
 def test_tries_of_rollouts_count_each_query_and_key_once() -> None:
