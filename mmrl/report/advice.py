@@ -140,6 +140,11 @@ ADVICE: Mapping[str, Advice] = {
     ),
     "timeouts": Advice("{now_share} of the rollouts take too long ({subject})", "raise task.timeout_s"),
     "packing": Advice("{subject}", "this model's layers cannot share prefixes: use train.packing=padded"),
+    "no_tool_calls": Advice(
+        "no rollout uses a tool; a reply: {subject}",
+        "begin with a supervised start (algo=sft), show a call in the prompt, or take a model that writes calls in the "
+        "form of its own chat template (model.path)",
+    ),
     "no_gold": Advice(
         "the corpus can answer {now_share} of the training questions",
         "take the corpus that belongs to the data (task.corpus, task.retriever.index)",

@@ -38,7 +38,7 @@ LISTED: tuple[str, ...] = (
     "rollouts/failed/",
     "rollouts/caught_parse",
 )
-LISTED += ("tool/", "corpus/", "task/gold_retrieved")
+LISTED += ("tool/", "corpus/", "task/gold_retrieved", "task/tool_calls")
 """Beginnings of the metrics that are listed below that table."""
 
 
@@ -73,6 +73,7 @@ class Probe:
     """Kind of failure -> the first one's message."""
     unread: Mapping[str, str] = field(default_factory=dict)
     """Module -> a reply that could not be used."""
+    first_reply: str = ""
     unpacked: str = ""
     """Why packed and padded updates differ; empty where they do not."""
     endpoints: bool = False
@@ -113,8 +114,8 @@ def find(probe: Probe) -> list[Finding]:
     if any(_stops(kind, share, probe) for kind, share in shares if kind != ParseFailure.kind):
         explained.add("zero_variance")
     constant = "zero_variance" in names - explained
-    # Equal rewards of replies that never parse are no fault of the data.
-    if "never_parses" in names:
+    # Equal rewards of replies that never parse, or never use a tool, are no fault of the data.
+    if names & {"never_parses", "no_tool_calls"}:
         explained.add("zero_variance")
     if "no_gold" in names:
         explained.add("gold_not_found")
@@ -148,6 +149,7 @@ def _useless(alarm: Alarm, probe: Probe, constant: bool) -> bool:
         return alike or (value == 1.0 and metrics.get("credit/groups", 0) >= MANY_GROUPS)
     return {
         "never_parses": constant,
+        "no_tool_calls": constant,
         "logprob_gap": not value <= BROKEN_GAP,
         "judge_unreadable": value >= ALL_FAILED,
         "no_gold": value == 0,
@@ -175,6 +177,8 @@ def _rules(probe: Probe) -> Iterator[AlarmRule]:
             yield AlarmRule("empty_searches", [key], above(EMPTY_SEARCHES), subject=_middle(key))
     yield AlarmRule("endpoint_retries", ["endpoint/retried"], above(RETRIES))
     yield AlarmRule("no_gold", ["corpus/coverage"], lambda means: (means < COVERAGE, means))
+    reply = repr(_quoted(probe.first_reply))
+    yield AlarmRule("no_tool_calls", ["task/tool_calls"], lambda means: (means == 0, means), subject=reply)
     yield AlarmRule("gold_not_found", ["task/gold_retrieved"], lambda means: (means == 0, means))
     if probe.unpacked:
         subject = probe.unpacked.rpartition("; ")[0] or probe.unpacked

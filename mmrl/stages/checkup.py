@@ -74,6 +74,7 @@ def examine(stage: RlStage, count: int) -> tuple[Probe, Forest]:
         metrics=metrics,
         failed={r.error: r.error_message for r in reversed(forest.rollouts) if r.error is not None},
         unread=_unread(forest),
+        first_reply=next((call.text for call in forest.calls.values()), ""),
         unpacked=_unpacked(stage, forest, credit),
         endpoints=bool(config.engine.endpoints),
         max_tokens=config.task.max_tokens,

@@ -14,6 +14,7 @@ from mmrl.report.alarms import alarms
 from mmrl.report.doctor import find
 from mmrl.run.checkup import doctor_runs
 from mmrl.stages.checkup import examine
+from mmrl.tasks.base import Score
 from tests.helpers.configs import config_of, rl_stage_of
 from tests.helpers.programs import Chain, FakeEngine, seeded_letter
 from tests.helpers.runs import command
@@ -97,6 +98,11 @@ def failing(error):
     return engine
 
 
+def toolless(reward):
+    """Score a rollout that used no tool by what it answered."""
+    return lambda example, prediction, *_: Score(reward=reward(prediction), metrics={"tool_calls": 0.0})
+
+
 MMGRPO = composed("train", ["algo=mmgrpo"])["algo"]
 REFUSED = {"engine.endpoints": {"a": {"url": "http://127.0.0.1:9/v1", "model": "m"}}}
 CASES: dict[str, Any] = {
@@ -115,6 +121,7 @@ CASES: dict[str, Any] = {
         True,
         "engine.endpoints",
     ),
+    "no_tool_calls": ({"score": toolless(by_letter)}, False, "algo=sft"),
     "no_gold": ({"gold_shares": {"train": 0.0}}, True, "task.corpus"),
     "empty_searches": ({"tools": {"search": lambda query: []}}, False, "task.corpus"),
 }
@@ -154,6 +161,14 @@ def test_messages_of_user_code_and_unread_replies_are_quoted():
     assert "no field 'label' {in} mine.py" in found(reward=broken)["user_code"].message
     never = found(program=Searcher(words=unparsable))["never_parses"].message
     assert never.startswith("none of the replies can be parsed") and "for example" in never
+
+
+def test_equal_rewards_of_a_policy_without_tools_are_no_fault_of_the_data():
+    findings = found(score=toolless(lambda prediction: 0.0))
+    assert list(findings) == ["no_tool_calls"] and findings["no_tool_calls"].useless
+    played, _ = examine(stage_of(Engine(seeded_letter), Searcher(), score=toolless(by_letter)), 4)
+    (finding,) = find(replace(played, first_reply='{"name": "search"}'))
+    assert finding.message.startswith("""no rollout uses a tool; a reply: '{"name": "search"}'""")
 
 
 def test_a_model_that_cannot_be_packed_is_found(monkeypatch):

@@ -1,9 +1,11 @@
 """The task `textarena` on the package itself: outcomes, seats, opponents, replays, and draws of its own."""
 
 import asyncio
+import importlib
 import random
 import re
 import time
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -282,3 +284,15 @@ def test_asyncio_is_not_blocked_by_a_slow_first_board(monkeypatch):
         return at_once
 
     assert asyncio.run(both()) >= 5
+
+
+def test_the_documented_start_is_on_the_prompts_of_rollouts(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "docs" / "programs"))
+    walks = importlib.import_module("elsewhere").walks()
+    task = make("FrozenLake-v0-train")
+    session = GameSession(task.source)
+    _, _, text = asyncio.run(session.reset({"seed": 10_000, "seat": 0})).partition("\n")
+    asyncio.run(session.close())
+    first, *_ = walks
+    assert first["messages"][:-1] == list(task.all_prompts.messages("player", observation=text))
+    assert {talk["messages"][-1]["content"] for talk in walks} == {"[up]", "[down]", "[left]", "[right]"}
