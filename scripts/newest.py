@@ -8,9 +8,8 @@ import json
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import distributions, version
-from itertools import chain
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -21,16 +20,15 @@ ROOT = Path(__file__).parents[1]
 PIP = (sys.executable, "-m", "pip")
 
 
-def uncapped(project: dict, extras: Sequence[str] = ("dev",)) -> Iterator[Requirement]:
-    """Yield the dependencies of a `[project]` table with `extras`, of their versions the lower bounds alone."""
-    lists = [project["dependencies"], *(project["optional-dependencies"][extra] for extra in extras)]
-    for requirement in map(Requirement, chain.from_iterable(lists)):
-        if requirement.name == project["name"]:
-            yield from uncapped(project, sorted(requirement.extras))
+def uncapped(lines: Iterable[str], extras: Mapping[str, Sequence[str]]) -> Iterator[Requirement]:
+    """Yield the requirements of `lines` without caps: lower bounds alone; for `mmrl[…]`, those of its extras."""
+    for requirement in map(Requirement, lines):
+        if requirement.name == "mmrl":
+            for extra in sorted(requirement.extras):
+                yield from uncapped(extras[extra], extras)
         elif requirement.marker is None or requirement.marker.evaluate():
-            requirement.specifier = SpecifierSet(
-                ",".join(str(one) for one in requirement.specifier if one.operator == ">=")
-            )
+            lower = [str(one) for one in requirement.specifier if one.operator == ">="]
+            requirement.specifier = SpecifierSet(",".join(lower))
             yield requirement
 
 
@@ -48,7 +46,8 @@ def keepers(name: str, newest: str) -> list[str]:
 def main(arguments: Sequence[str]) -> None:
     """Install, then print a table of versions."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    wanted = {canonicalize_name(each.name): str(each) for each in (*uncapped(project), *map(Requirement, arguments))}
+    found = uncapped([*project["dependencies"], "mmrl[dev]"], project["optional-dependencies"])
+    wanted = {canonicalize_name(each.name): str(each) for each in (*found, *map(Requirement, arguments))}
     subprocess.run([*PIP, "install", "-q", "--upgrade", "--upgrade-strategy=eager", *wanted.values()], check=True)
     subprocess.run([*PIP, "install", "-q", "--no-deps", "--editable", str(ROOT)], check=True)
     outdated = json.loads(subprocess.check_output([*PIP, "list", "--outdated", "--format=json"]))
