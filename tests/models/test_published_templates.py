@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 
@@ -46,9 +47,13 @@ NAMES = [name for name in template_names() if loaded(name) is not None]
 
 
 def official(tokenizer: Any, messages: Any, **options: Any) -> list[int]:
-    """What transformers itself gives."""
-    given = template_of(tokenizer).arguments
-    made = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, **given, **options)
+    """What transformers itself gives, on the day of the run."""
+    template = template_of(tokenizer)
+    day = Mock(now=lambda: template.day)
+    with patch("transformers.utils.chat_template_utils.datetime", day):
+        made = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, **template.arguments, **options
+        )
     return list(made["input_ids"] if hasattr(made, "keys") else made)
 
 

@@ -1,10 +1,14 @@
 """Chat templates of models that were made elsewhere: without a system role, broken, or not there at all."""
 
+from datetime import datetime
+from unittest.mock import Mock, patch
+
 import pytest
 
 from mmrl.errors import ConfigError
-from mmrl.models.chat import encode_text, render_observation, render_prompt
+from mmrl.models.chat import encode_text, render_observation, render_prompt, template_of
 from mmrl.models.load import load_tokenizer
+from mmrl.models.template import use
 from tests.models.test_models import TEMPLATE, make_folder, make_tokenizer
 
 # as Gemma's: https://huggingface.co/google/gemma-2-2b-it/blob/main/tokenizer_config.json
@@ -92,3 +96,21 @@ def test_of_several_templates_none_may_be_left_to_chance(tmp_path):
     config = make_folder(tmp_path, {"tool_use": TEMPLATE, "rag": RAISING})
     with pytest.raises(ConfigError, match=r"the chat templates of .* are tool_use, rag, none is default"):
         load_tokenizer(config)
+
+
+@pytest.mark.parametrize(
+    "form", ["%d %b %Y", "%-d. %B %y, %A", "%j %W %H:%M:%S %p", "%e|%D|%F", "100%%, %%Y, %%%Y%m%d", "-"]
+)
+@pytest.mark.parametrize(
+    "before", ["", "\n", "  {% if true %}\n", "{% macro day() %}{{ strftime_now('%F') }}{% endmacro %}"]
+)
+def test_a_template_sees_the_day_of_the_run_as_by_transformers_on_that_day(before, form):
+    close = "{% endif %}" if "if" in before else ""
+    tokenizer = make_tokenizer(
+        f"{before} {{% if strftime_now is defined %}}{{{{ strftime_now('{form}') }}}}{{% endif %}}{close}"
+    )
+    use(tokenizer, thinking=False, date="2024-02-29")
+    with patch("transformers.utils.chat_template_utils.datetime", Mock(now=lambda: datetime(2024, 2, 29))):
+        expected = tokenizer.apply_chat_template([USER], tokenize=False)
+    assert template_of(tokenizer).write([USER], prompt=False) == expected
+    assert datetime(2024, 2, 29).strftime(form) in expected

@@ -178,11 +178,12 @@ def test_the_printed_snippets_run(served: Any) -> None:
 def test_what_cannot_be_had_is_refused_as_an_openai_error(
     served: Any, change: dict[str, Any], status: int, says: str
 ) -> None:
-    with client(served[0]) as asking, pytest.raises(openai.APIStatusError, match=says) as raised:
+    with client(served[0]) as asking, pytest.raises(openai.APIStatusError) as raised:
         create: Any = asking.chat.completions.create
         create(**{"model": "policy", "messages": ASK, "max_tokens": 4} | change)
     assert raised.value.status_code == status
-    assert raised.value.body is not None and "message" in raised.value.body  # type: ignore[operator]
+    assert isinstance(raised.value.body, dict) and "message" in raised.value.body
+    assert re.search(says, str(raised.value.body))
 
 
 def test_parts_of_text_developers_and_fields_without_effect_are_taken(served: Any) -> None:

@@ -38,6 +38,8 @@ class HFLoop:
         self.adapter = adapter
         accepted = inspect.signature(causal_lm(model).forward).parameters
         self._positions = "position_ids" in accepted
+        # Its name since transformers 5.24; the older one goes with 5.40.
+        self._cache_name = "cache" if "cache" in accepted else "past_key_values"
         # Without it a prefill would make logits of all prompt tokens: rows × positions × vocabulary.
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
         self._training: list[torch.nn.Module] = []
@@ -99,7 +101,7 @@ class HFLoop:
     def _forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Forward the newest columns: (rows, new tokens) ids under a (rows, all tokens) mask -> (rows, V) logits."""
         self._mask = mask
-        extra: dict[str, object] = dict(self._last_only)
+        extra: dict[str, object] = {**self._last_only, self._cache_name: self._cache}
         if self._positions:
             # Counted over real tokens: padding must not shift the rotary angles of a prompt.
             positions = (mask.cumsum(dim=1) - 1).clamp_(min=0)
@@ -108,12 +110,11 @@ class HFLoop:
             output = self.model(
                 input_ids=ids,
                 attention_mask=mask,
-                past_key_values=self._cache,
                 use_cache=True,
                 return_dict=True,
                 **extra,
             )
-        self._cache = output.past_key_values
+        self._cache = getattr(output, self._cache_name)
         logits: torch.Tensor = output.logits[:, -1]
         return logits
 
