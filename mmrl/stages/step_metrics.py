@@ -179,6 +179,8 @@ def credit_metrics(forest: Forest, entries: Iterable[Entry]) -> dict[str, float]
     rewards: dict[str, list[float]] = defaultdict(list)
     turns: dict[int, list[float]] = defaultdict(list)
     for entry in entries:
+        if entry.distilled:
+            continue
         rewards[forest.calls[entry.call].module].append(entry.reward)
         turns[forest.calls[entry.call].turn].append(entry.reward)
         if entry.group is not None:
