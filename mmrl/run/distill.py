@@ -16,7 +16,7 @@ from mmrl.errors import ConfigError, EngineFailure, gathered, unknown
 from mmrl.records import Call
 from mmrl.run.build import check_policy
 from mmrl.stages.distillation import Scorer, privileged_problems
-from mmrl.store.policy import gone_problems, resolve
+from mmrl.store.policy import resolve
 from mmrl.system.http_client import HttpFailure
 from mmrl.tasks.base import Task
 
@@ -66,7 +66,8 @@ def problems(config: RlRunConfig, task: Task) -> list[str]:
             with gathered(found, f"algo.distill.{module}: "):
                 _Server(teacher).check()
         else:
-            found += gone_problems(f"algo.distill.{module}", teacher)
+            with gathered(found, f"algo.distill.{module}: "):
+                resolve(teacher)
     return found
 
 
