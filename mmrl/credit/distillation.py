@@ -29,7 +29,8 @@ def distilled_entries(forest: Forest, algo: AlgoConfig, minibatch: Minibatches =
     credited = {call.id for rollout in scored_rollouts(forest) for call in rollout.path}
     slots: dict[tuple[int, str, int], list[Call]] = defaultdict(list)
     for call in forest.calls.values():
-        if call.id in credited and call.distillation and call.teacher is None:
+        taught = call.module in (algo.distill or {}) and call.teacher is None
+        if taught and call.id in credited and call.distillation:
             slots[minibatch_of(call.example, minibatch), call.module, call.invocation].append(call)
     entries = []
     for calls in slots.values():
