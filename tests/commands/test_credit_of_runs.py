@@ -129,7 +129,13 @@ def check_as_trained(folder, batch, capsys):
     return shown
 
 
-SMALL = {"mmgrpo": ["algo.rollouts=4"], "ppo": [], "mt_ppo": [], "mappo": []}
+SMALL = {
+    "mmgrpo": ["algo.rollouts=4"],
+    "ppo": [],
+    "mt_ppo": [],
+    "mappo": [],
+    "distill": ["algo.distill={answerer:initial,rewriter:policy}", "algo.privileged={rewriter:answers}"],
+}
 TWO = "algo.minibatches=2"
 
 

@@ -92,6 +92,8 @@ RUNS = (
     f"rl algo=ccpo task=r1_searcher {PAIRS} algo.exchanged=[searcher] algo.scale=true",
     f"rl algo=gigpo task=tool_agent {PAIRS}",
     f"rl algo=igpo task=search_agent {PAIRS}",
+    "rl algo=distill algo.distill={answerer: initial, rewriter: policy} algo.privileged={rewriter: answers}",
+    f"rl algo=gigpo task=search_agent task.reward=privileged algo.privileged={{agent: answers}} {PAIRS}",
     f"rl algo=mt_grpo task=tool_agent {PAIRS}",
     f"rl algo=mt_grpo_variable task=search_agent {PAIRS}",
     "rl algo=tree_grpo algo.zero_variance=refill algo.refill_rounds=1",

@@ -202,7 +202,7 @@ MISTAKES = {
     "algo=mhgpo_rr algo.freeze_modules=[reranker] algo.distill={reranker:policy}": "the module is not trained",
     "algo=mt_ppo task=search_agent task.reward=privileged": "task.reward: got privileged, and nothing is; set",
     "algo=grpo task=search_agent task.reward=privileged algo.privileged={agent:answers}": "algo=grpo reads none",
-    "algo=gigpo task=search_agent task.reward=turn task.privileged=mean": "task.privileged: got mean, which has no effect",
+    "algo=gigpo task=search_agent task.reward=turn task.privileged=mean": "task.privileged: got mean, which has no",
 }
 
 
