@@ -140,7 +140,7 @@ def two_turns(tokenizer: Any) -> Forest:
 
 
 @pytest.mark.parametrize(("evidence", "first"), [("sum", -0.1 * 3), ("mean", -0.1)])
-def test_evidence_is_the_first_turns_reward_and_its_text_stands_in_the_first_prompt(
+def test_evidence_is_a_turns_reward_and_its_text_stands_in_the_first_prompt(
     evidence: str, first: float, tiny: Any
 ) -> None:
     forest, scores = two_turns(tiny), Scores()
