@@ -106,7 +106,8 @@ class Teachers:
         """Return (call, teacher) -> log pi_T - log pi_S of each token; without calls that no teacher can read."""
         first = _first_rollouts(forest)
         gaps: dict[tuple[str, str], tuple[float, ...]] = {}
-        asked: dict[str, list[tuple[Call, Call]]] = {}
+        # Also of teachers that this process asks for nothing: forwards of sharded weights take all processes.
+        asked: dict[str, list[tuple[Call, Call]]] = {teacher: [] for _, teacher in pairs}
         for module, teacher in pairs:
             for call in forest.calls.values():
                 if call.module != module or not call.completion_ids or call.teacher is not None:
@@ -118,7 +119,7 @@ class Teachers:
                     # The same numbers twice: exactly nothing to learn.
                     gaps[call.id, teacher] = (0.0,) * call.completion_tokens
                 else:
-                    asked.setdefault(teacher, []).append((call, view))
+                    asked[teacher].append((call, view))
         students = {call.id: call for seen in asked.values() for call, _ in seen}
         known = dict(zip(students, self.forwards.policy_logprobs(list(students.values())), strict=True))
         for teacher, seen in asked.items():
@@ -130,7 +131,7 @@ class Teachers:
     def _scorer(self, teacher: str) -> Scorer:
         if teacher in (POLICY, INITIAL):
             return lambda calls: self.forwards.policy_logprobs(calls, reference=teacher == INITIAL)
-        return self.others[teacher]
+        return lambda calls: self.others[teacher](calls) if calls else ()
 
     def _view(self, forest: Forest, call: Call, example: Example, rollout: Rollout | None) -> Call:
         """Return a call as its teacher reads it: the call itself where there is nothing more to read."""
