@@ -114,6 +114,8 @@ class Call:
     """Sampling log-probabilities: log-softmax(logits / temperature) over the full vocabulary. Length T."""
     ref_logprobs: tuple[float, ...] | None = None
     """Log-probabilities under the reference policy, when the algorithm asks for them. Length T."""
+    distillation: tuple[float, ...] | None = None
+    """Log-probability under the teacher of the call's module less that under the policy (`algo.distill`). Length T."""
     values: tuple[float, ...] | None = None
     """Critic values, when there is a critic: length T, or T + observation_tokens with `algo.obs=all`."""
     text: str = ""

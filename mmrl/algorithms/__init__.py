@@ -13,6 +13,7 @@ from mmrl.algorithms.base import Algorithm
 from mmrl.algorithms.c3 import C3
 from mmrl.algorithms.ccpo import Ccpo
 from mmrl.algorithms.checks import scale_problems, turn_problems
+from mmrl.algorithms.distill import Distill
 from mmrl.algorithms.dr_mas import DrMas
 from mmrl.algorithms.gigpo import Gigpo
 from mmrl.algorithms.grpo import Grpo
@@ -23,6 +24,7 @@ from mmrl.algorithms.mt_grpo import MtGrpo
 from mmrl.algorithms.ppo import Mappo, Ppo
 from mmrl.algorithms.tree_grpo import TreeGrpo
 from mmrl.config import AlgoConfig
+from mmrl.credit.distillation import distillation_metrics, distilled_entries
 from mmrl.credit.entries import Credit, Group
 from mmrl.credit.loss_weights import Minibatches
 from mmrl.errors import ConfigError
@@ -31,6 +33,7 @@ from mmrl.records import Forest
 ALGORITHMS: dict[str, Algorithm[Any]] = {
     "c3": C3(),
     "ccpo": Ccpo(),
+    "distill": Distill(),
     "dr_mas": DrMas(),
     "gigpo": Gigpo(),
     "grpo": Grpo("grpo", merge=False),
@@ -86,6 +89,10 @@ def assign_credit(
         credit = replace(credit, metrics={**_group_metrics(forest, credit.groups), **credit.metrics})
     if algo.advantage_scale is not None:
         credit = _scale_advantages(credit, forest, algo.advantage_scale)
+    if algo.distill is not None:
+        # After all that compares rewards, scales or whitens: a teacher's numbers are none of them.
+        entries = (*credit.entries, *distilled_entries(forest, algo, minibatch))
+        credit = replace(credit, entries=entries, metrics={**credit.metrics, **distillation_metrics(forest)})
     return _leave_out(credit, forest, frozen) if frozen else credit
 
 

@@ -30,6 +30,8 @@ class Algorithm(Protocol[AlgoT]):
     """`algo.name`."""
     needs_turn_rewards: bool = False
     """True if its task must offer a reward set with turn rewards."""
+    reads_turn_rewards: bool = False
+    """True if it credits turn rewards where there are any, and needs none."""
     needs_critic: bool = False
     """True if it needs values of a critic, which is then trained too."""
     section: type[AlgoConfig] = AlgoConfig

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from mmrl.config import AlgoConfig
 from mmrl.config.algo import FACTOR
+from mmrl.config.tasks import PRIVILEGED
 from mmrl.errors import unknown
 
-TURN_SETS = ("turn", "judge_turn", "gain")
+TURN_SETS = ("turn", "judge_turn", "gain", PRIVILEGED)
 """Reward sets that give intermediate turns a reward."""
 
 

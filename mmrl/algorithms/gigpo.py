@@ -32,6 +32,7 @@ class Gigpo(Algorithm[GigpoConfig]):
     """Advantages of a rollout and of its calls' states, added."""
 
     name = "gigpo"
+    reads_turn_rewards = True
 
     @override
     def credit(self, forest: Forest, algo: GigpoConfig, seed: int, minibatch: Minibatches = None) -> Credit:

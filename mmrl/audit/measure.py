@@ -164,8 +164,9 @@ class Measurement:
         for name, row in self.rows.items():
             algo = row.config.algo
             plans = tuple(self._plan(row, e.id, n) for e in self.plays.examples for n in range(self.plays.keys.batches))
-            # What `complete` adds to a forest: values of a critic, gains, canonical texts.
-            own = name if getattr(algo, "critic", None) or getattr(algo, "reserialise", False) else ""
+            # What `complete` adds to a forest: values of a critic, what teachers say, gains, canonical texts.
+            taught = algo.distill is not None or algo.privileged is not None
+            own = name if taught or getattr(algo, "critic", None) or getattr(algo, "reserialise", False) else ""
             found.setdefault((plans, row.reward_set, own), []).append(name)
         return {names[0]: names for names in found.values()}
 

@@ -257,7 +257,7 @@ def _measure(rows: Mapping[str, RlRunConfig], keys: AuditKeys, task: Task, ledge
 def _stages(
     rows: Mapping[str, RlRunConfig], task: Task, policy: str | None, fitted: Collection[str]
 ) -> Iterator[dict[str, RlStage]]:
-    """Build the policy, and a stage of each row around it; a row with a critic has a trainer of its own."""
+    """Build the policy, and a stage of each row around it; a row with a critic or teachers has a trainer of its own."""
     from mmrl.report.progress import Progress
     from mmrl.report.trackers import Trackers
     from mmrl.run.rl import build
@@ -288,7 +288,7 @@ def _stages(
         shared: RlStage | None = None
         stages = {}
         for name, row in rows.items():
-            if isinstance(row.algo, CriticConfig):
+            if isinstance(row.algo, CriticConfig) or row.algo.distill is not None or row.algo.privileged is not None:
                 stages[name] = built(row)
                 continue
             shared = built(row) if shared is None else shared

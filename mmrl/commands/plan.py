@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -20,16 +20,17 @@ from mmrl.config import (
     StageConfig,
     TaskConfig,
 )
+from mmrl.config.algo import INITIAL, POLICY, is_url
 from mmrl.config.base import MINI, SPLITS, Idle, Section
 from mmrl.config.retriever import Bm25Config
 from mmrl.config.tasks import BUILT_IN
-from mmrl.errors import CheckpointError, ConfigError, refuse, unknown
+from mmrl.errors import CheckpointError, ConfigError, located, refuse, unknown
 from mmrl.models.load import local_path
 from mmrl.plan.cost import NAMES as DEVICES
 from mmrl.plan.cost import Device, gpus, known_gpu
 from mmrl.plan.cost import device as find_device
 from mmrl.plan.estimate import Plan
-from mmrl.plan.shapes import shape_of
+from mmrl.plan.shapes import Shape, shape_of
 from mmrl.plan.workload import (
     Lengths,
     Load,
@@ -52,6 +53,7 @@ from mmrl.run.start import started
 from mmrl.stages.prompts.split import prompt_problems, split
 from mmrl.stages.sft_data import sft_problems
 from mmrl.store.journal import read_step
+from mmrl.store.policy import resolve
 from mmrl.store.rundir import RunDir
 
 ONE_GPU = ("auto", "gpu1")
@@ -141,6 +143,7 @@ def make_plan(config: RlRunConfig, request: PlanArguments) -> Plan:
     weights = module_assignment(config, modules)
     trained = {*weights.adapters.values()} - weights.frozen_adapters
     shape = replace(shape, adapters=max(1, len(trained)), copies=int(weights.copied))
+    shape = replace(shape, teachers=tuple(_teachers(config, shape)))
     lora, sizes = config.model.lora, shape.projections()
     # Without their sizes the plan would count no adapter there and promise too little memory.
     if lora is not None and not lora.everywhere and (invalid := [name for name in lora.targets if name not in sizes]):
@@ -179,6 +182,19 @@ def _recorded(folder: str) -> Forest:
         return read_step(run, max(run.journal_steps(), default=1))[0]
     except CheckpointError as error:
         raise ConfigError(f"run: {error}") from None
+
+
+def _teachers(config: RlRunConfig, policy: Shape) -> Iterator[tuple[Shape, tuple[str, ...]]]:
+    """Yield each model of `algo.distill` that scores here, with its modules; a server's work is its own."""
+    modules: dict[str, list[str]] = {}
+    for module, teacher in (config.algo.distill or {}).items():
+        modules.setdefault(teacher, []).append(module)
+    for teacher, scored in modules.items():
+        if teacher in (POLICY, INITIAL):
+            yield policy, tuple(scored)
+        elif not is_url(teacher):
+            with located(f"algo.distill.{scored[0]}: "):
+                yield shape_of(config.model.model_copy(update={"path": resolve(teacher).base})), tuple(scored)
 
 
 def _device(hardware: HardwareConfig, name: str | None, matmul: str) -> Device:

@@ -14,8 +14,15 @@ from mmrl.config.teacher import STUDENT, TeacherConfig
 Aggregate = Literal["mean", "max", "min", "random", "tree_value"]
 FACTOR = 1e30
 """Largest coefficient: times the largest reward it is still a number, and so is its square."""
+POLICY, INITIAL = "policy", "initial"
+"""Teachers of `algo.distill` without a model of their own: the weights in training, and those the run began with."""
 MOST_SAMPLES = 100_000
 """Largest group: beyond it a typing error is likelier than a wish."""
+
+
+def is_url(teacher: str) -> bool:
+    """Return True if a teacher is a server."""
+    return teacher.startswith(("http://", "https://"))
 
 
 class AlgoConfig(MethodConfig):
@@ -43,7 +50,20 @@ class AlgoConfig(MethodConfig):
     ratio_one: bool = Field(False, description="ratio 1 in every optimizer step: no clipping, plain policy gradient")
     # Factors of modules are checked against the program's modules, which no schema knows (algorithms/checks.py).
     advantage_scale: dict[str, float] | None = Field(None, description="module: factor of its advantages, else 1")
-    idle: ClassVar[list[Idle[Any]]] = [needs("loss_length", "loss_mean", "constant")]
+    distill: dict[str, str] | None = Field(
+        None,
+        description="module: its teacher: policy, initial, a run, checkpoint, folder or hub id, or the URL of a vLLM "
+        "server (docs/distillation.md)",
+    )
+    distill_coef: float = Field(1.0, ge=0, le=FACTOR, description="weight of the distillation in the loss")
+    privileged: dict[str, str] | None = Field(
+        None,
+        description="module: what its teacher reads beside the prompt: a field of the record, or a text with {fields}",
+    )
+    idle: ClassVar[list[Idle[Any]]] = [
+        needs("loss_length", "loss_mean", "constant"),
+        Idle("distill_coef", lambda algo: algo.distill is None, "without a teacher: algo.distill"),
+    ]
     # No key: `model.modules` says it.
     _left_out: frozenset[str] = PrivateAttr(frozenset())
 
@@ -66,6 +86,25 @@ class AlgoConfig(MethodConfig):
     def refills(self) -> int:
         """Most rounds in which further examples replace those without signal."""
         return 0
+
+    @property
+    def models_that_teach(self) -> dict[str, str]:
+        """Module -> teacher with weights of its own, loaded here or behind a URL (`algo.distill`)."""
+        return {m: t for m, t in (self.distill or {}).items() if t not in (POLICY, INITIAL)}
+
+    @model_validator(mode="after")
+    def _distilled(self) -> AlgoConfig:
+        if getattr(self, "reserialise", False) and self.distill is not None:
+            raise ValueError("distill: teachers score sampled tokens, and reserialise trains on others; leave one out")
+        for module, teacher in self.models_that_teach.items():
+            if not teacher:
+                raise ValueError(f"distill.{module}: got '', expected {POLICY}, {INITIAL}, a policy or a URL")
+            if is_url(teacher) and self.temperature != 1:
+                raise ValueError(
+                    f"temperature: got {self.temperature:g}, and a server ({teacher}) gives log-probabilities at "
+                    "temperature 1 alone; use 1, or a teacher that is loaded here"
+                )
+        return self
 
 
 class GroupConfig(AlgoConfig):
@@ -207,6 +246,21 @@ class GrpoMrConfig(GroupConfig):
     """GRPO on outcome and turn rewards merged into one number (GRPO-MR)."""
 
     name: Literal["grpo_mr"]
+
+
+class DistillConfig(AlgoConfig):
+    """On-policy distillation alone: the teachers' log-probabilities are the whole signal."""
+
+    name: Literal["distill"]
+    distill: dict[str, str] = Field(
+        description="module: its teacher: policy, initial, a run, checkpoint, folder or hub id, or the URL of a vLLM "
+        "server (docs/distillation.md)"
+    )
+    group_size: int = Field(1, ge=1, le=MOST_SAMPLES, description="rollouts of an example")
+    beta: float = Field(0.0, ge=0, le=0, description="0: there is no KL term beside the teacher's")
+    idle: ClassVar[list[Idle[Any]]] = [
+        Idle("advantage_scale", lambda algo: algo.advantage_scale is not None, "with algo=distill, which compares none")
+    ]
 
 
 class DrMasConfig(GroupConfig):
@@ -523,6 +577,7 @@ class MtPpoConfig(TurnCriticConfig):
 ALGO_SCHEMAS: dict[str, type[AlgoConfig]] = {
     "c3": C3Config,
     "ccpo": CcpoConfig,
+    "distill": DistillConfig,
     "dr_mas": DrMasConfig,
     "gigpo": GigpoConfig,
     "grpo": GrpoConfig,

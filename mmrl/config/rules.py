@@ -26,6 +26,7 @@ from mmrl.config.schema import (
     SftRunConfig,
     TrainConfig,
 )
+from mmrl.config.tasks import PRIVILEGED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +201,11 @@ TYPED: tuple[Idle[Case], ...] = (
         "task.search_penalty task.final_penalty task.em_needs_format",
         lambda c: c.task.name == "search_agent" and c.reward_set not in ("turn", "judge_turn"),
         "with this reward set; use task.reward=turn",
+    ),
+    Idle(
+        "task.privileged",
+        lambda c: c.task.reward != PRIVILEGED,
+        "with this reward set; use task.reward=privileged",
     ),
     Idle("task.gain", lambda c: c.reward_set != "gain", "with this reward set; use task.reward=gain"),
     Idle("hardware.engine", lambda c: c.engine.name != "auto", f"with engine= given{_ALONE}"),

@@ -118,13 +118,22 @@ class JudgeConfig(JudgeEndpointConfig):
     )
 
 
+PRIVILEGED = "privileged"
+"""`task.reward` of any task: the trainer rewards turns (`stages.distillation`), the task's own first set outcomes."""
+
+
 class TaskConfig(Section):
     """Settings of every task."""
 
     # any name: plugins add tasks, and who builds the task says which names there are
     name: str = Field(description="set by task=")
     data: DataConfig = DataConfig()
-    reward: str | None = Field(None, description="a named reward set of the task; null: the algorithm's own")
+    reward: str | None = Field(
+        None, description="a named reward set of the task, or privileged; null: the algorithm's own"
+    )
+    privileged: Literal["sum", "mean"] = Field(
+        "sum", description="a turn's reward with task.reward=privileged, over its tokens; a sum grows with length"
+    )
     prompts: str | None = Field(
         None,
         description="file of prompts and demonstrations by module: YAML, DSPy's JSON, or `paper` (docs/extending.md)",

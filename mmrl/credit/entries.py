@@ -48,6 +48,8 @@ class Entry:
     """Advantages before whitening (PPO family), length T."""
     token_rewards: tuple[float, ...] | None = None
     """Reward per token (PPO family), length T."""
+    distilled: bool = False
+    """True for the entry of `algo.distill`: no reward, no group, no KL term and no critic has a part in it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import re
 import secrets
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary, ref
 
@@ -81,6 +82,13 @@ def render_reply(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: 
     ends = [renderer.encoder.special[token] for token in renderer.template.ends]
     last = next((number for number, token in enumerate(ids) if token in ends), len(ids))
     return (*ids[:last], ids[last] if last < len(ids) else end_of_turn(tokenizer))
+
+
+def end_of_prompt(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the ids with which every prompt ends after the text of a user's message, generation prompt included."""
+    prompts = [render_prompt(tokenizer, [{"role": "user", "content": text}]) for text in ("a", "1 b.", "?")]
+    ends = zip(*map(reversed, prompts), strict=False)
+    return tuple(ids[0] for ids in takewhile(lambda ids: len(set(ids)) == 1, ends))[::-1]
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int:

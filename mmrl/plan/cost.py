@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 import re
 import timeit
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import psutil
 
 from mmrl.config import RlRunConfig, RootConfig
+from mmrl.config.algo import INITIAL
 from mmrl.config.engines import VllmConfig
 from mmrl.errors import ConfigError
 from mmrl.plan.shapes import Shape
@@ -176,6 +177,7 @@ def states(config: RlRunConfig, shape: Shape) -> dict[str, float]:
     """Return the bytes per process of what the trainer holds of weights, critic, gradients and optimizer, by part."""
     lora, critic, width = config.model.lora, getattr(config.algo, "critic", None), computing_width(config)
     trained = trained_parameters(config, shape) * TRAINED_WIDTH
+    taught_by_start = INITIAL in (config.algo.distill or {}).values()
     critic_parameters = shape.parameters if critic == "separate" else 0
     if critic == "adapter":
         rank, targets = (lora.r, lora.targets) if lora else (16, ("q_proj", "v_proj"))
@@ -183,7 +185,8 @@ def states(config: RlRunConfig, shape: Shape) -> dict[str, float]:
     sizes = {
         "weights": shape.parameters * (width if lora else TRAINED_WIDTH),
         # Full fine-tuning keeps a frozen copy of the whole model; without its adapter a model is its own reference.
-        "reference": shape.parameters * width if not lora and config.algo.beta > 0 else 0,
+        "reference": shape.parameters * width if not lora and (config.algo.beta > 0 or taught_by_start) else 0,
+        "teachers": sum(teacher.parameters for teacher, _ in shape.teachers if teacher is not shape) * width,
         "initial weights": shape.copies * shape.parameters * width,
         "adapter": trained if lora else 0,
         "optimizer": 2 * trained,
@@ -307,7 +310,21 @@ def seconds(
         passes += times + 1
     reach = device.flops * device.utilisation * training_processes(config)
     generated = generation_seconds(shape, loads, device, computing_width(config), generating_devices(config))
-    return {**generated, "update": passes * forward / reach}
+    spent = {**generated, "update": passes * forward / reach}
+    if shape.teachers:
+        # Each distilled call is forwarded by its teacher and, for the difference, by the policy.
+        spent["teachers"] = sum(
+            (_scoring(model, loads, modules) + _scoring(shape, loads, modules)) / reach
+            for model, modules in shape.teachers
+        )
+    return spent
+
+
+def _scoring(shape: Shape, loads: Mapping[str, Load], modules: Sequence[str]) -> float:
+    """Return the FLOPs of a model that scores the calls of some modules."""
+    own = [loads[module] for module in modules]
+    tokens, completion = sum(load.prompt_unique + load.completion for load in own), sum(load.completion for load in own)
+    return 2.0 * shape.block_parameters * tokens + 2.0 * shape.vocab * shape.hidden * completion
 
 
 def generation_seconds(

@@ -92,7 +92,7 @@ class Plan:
         # With a batch ahead the slower of the two hides the other.
         times = self.seconds()
         if self.config.train.staleness and self.config.hardware.rollout_devices:
-            return max(times["update"], times["prefill"] + times["decode"])
+            return max(times["update"] + times.get("teachers", 0.0), times["prefill"] + times["decode"])
         return sum(times.values())
 
     @property

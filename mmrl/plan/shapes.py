@@ -29,6 +29,8 @@ class Shape:
     """Adapters that a run trains, with LoRA: one for all modules, or more with `model.modules`."""
     copies: int = 0
     """Frozen copies of the whole model that act beside the policy (`algo.frozen_serving` without LoRA)."""
+    teachers: tuple[tuple[Shape, tuple[str, ...]], ...] = ()
+    """Models that score the calls of some modules (`algo.distill`); the policy itself where it is one."""
 
     @property
     def block_parameters(self) -> int:

@@ -301,9 +301,11 @@ def trained_calls(forest: Forest, config: RlRunConfig) -> set[str]:
     """Return the ids of the calls that carry a weight under the algorithm."""
 
     def completed(call: Call) -> Call:
-        """Return zeros for the values of a critic or a reference model: which calls train does not depend on them."""
+        """Return zeros for what a critic, a reference or a teacher says: which calls train does not depend on it."""
         observed = call.observation_tokens if getattr(config.algo, "obs", "all") == "all" else 0
-        return replace(call, values=(0.0,) * (call.completion_tokens + observed), ref_logprobs=call.logprobs)
+        taught = (0.0,) * call.completion_tokens if call.module in (config.algo.distill or {}) else None
+        values = (0.0,) * (call.completion_tokens + observed)
+        return replace(call, values=values, ref_logprobs=call.logprobs, distillation=taught)
 
     calls = {key: completed(call) for key, call in forest.calls.items()}
     credit = assign_credit(replace(forest, calls=calls), config.algo, config.seed, frozen=frozen_modules(config))

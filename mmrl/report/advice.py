@@ -166,6 +166,11 @@ ADVICE: Mapping[str, Advice] = {
         "the gold answer has a probability of {now} before a call, so gains are near 0 and normalised as noise",
         "take task.gain=logprob, or close the prompt as the model answers (`closing` of the task, docs/credits.md)",
     ),
+    "gains_small": Advice(
+        "turn rewards of task.reward=privileged are {now} of the outcome's deviation, so they are lost beside it",
+        "take task.privileged=sum, more of what the answer rests on in algo.privileged, or algo=mt_grpo_variable, "
+        "which normalises each turn on its own",
+    ),
     "reward_collapse": Advice(
         "reward fell to {now} from its best of {then}",
         "go back to an earlier checkpoint, with a lower train.lr or a higher algo.beta",

@@ -41,6 +41,8 @@ EMPTY_SEARCHES = 0.3
 """Share of searches that bring nothing."""
 UNLIKELY = 0.01
 """Probability of the gold answer up to which its differences from turn to turn are noise."""
+SMALL_GAINS = 0.05
+"""Size of turn rewards by evidence, in deviations of the outcome, up to which they say nothing beside it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +147,7 @@ def rules(history: History, window: int = WINDOW) -> tuple[AlarmRule, ...]:
         AlarmRule("zero_variance", ["credit/zero_variance_share"], at_least(0.95)),
         AlarmRule("states_never_repeat", ["credit/anchored_later_share"], _at_most(0.02)),
         AlarmRule("gold_unlikely", module_keys(history, ("gold_probability",)), _at_most(UNLIKELY)),
+        AlarmRule("gains_small", ["credit/gain_to_outcome"], _at_most(SMALL_GAINS)),
         # Nats per token; bfloat16 alone made 0.05 of them with SmolLM2-135M.
         AlarmRule("logprob_gap", ["train/logprob_gap_mean"], above(0.1)),
         AlarmRule("kl_explosion", ["train/kl"], _exploded(1.0, window)),  # nats per token

@@ -32,6 +32,7 @@ PAPERS: Mapping[str, str] = {
     "mmgrpo": "2508.04660",
     **dict.fromkeys(("mhgpo_is", "mhgpo_fof", "mhgpo_rr", "mhgpo_fof_os", "mappo"), "2506.02718"),
     **dict.fromkeys(("grpo_mr", "mt_grpo", "mt_grpo_variable", "mt_ppo"), "2505.11821"),
+    "distill": "2306.08543",
     "c3": "2603.06859",
     "ccpo": "2603.21563",
     "dr_mas": "2602.08847",

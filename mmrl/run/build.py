@@ -19,7 +19,7 @@ from mmrl.algorithms.checks import TURN_SETS
 from mmrl.config import HardwareConfig, RlRunConfig, RootConfig, StageConfig, TaskConfig, WeightRunConfig
 from mmrl.config.base import MINI, MethodConfig, value_at
 from mmrl.config.rules import engine_name
-from mmrl.config.tasks import EnvironmentConfig
+from mmrl.config.tasks import PRIVILEGED, EnvironmentConfig
 from mmrl.config.teacher import STUDENT, TeacherConfig
 from mmrl.engines import EngineSetup, build_engine, needs_model
 from mmrl.engines.base import Engine
@@ -75,6 +75,8 @@ def reward_set(task: Task, name: str | None, algo: str = "") -> str:
         name: the user's (`task.reward`).
         algo: name of the algorithm, whose own kind it is where the user chose none; empty in an evaluation.
     """
+    if name == PRIVILEGED:
+        return task.reward_sets[0]
     if name is not None:
         return name
     if algo and ALGORITHMS[algo].needs_turn_rewards:
@@ -172,6 +174,10 @@ def check_model(config: StageConfig) -> None:
     for teacher in separate_teachers(config.algo):
         if (policy := teacher_policy(teacher)) is not None:
             warnings.append(check_policy(policy, config, f"algo.teachers.{teacher.name}.policy"))
+    if isinstance(config, RlRunConfig):
+        from mmrl.run.distill import check
+
+        warnings += check(config, tokenizer)
     for warning in filter(None, warnings):
         print(f"warning: {warning}", file=sys.stderr)
 

@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 from mmrl.config import EvalRunConfig, RlRunConfig, RootConfig, StageConfig
 from mmrl.config.base import value_at
 from mmrl.config.rules import across_sections, engine_name, without_effect
+from mmrl.config.tasks import PRIVILEGED
 from mmrl.engines.endpoint_engine import unreachable, with_model
 from mmrl.errors import ConfigError, gathered, refuse, unknown
 from mmrl.report.trackers import missing_trackers
@@ -88,7 +89,7 @@ def check(config: RootConfig) -> list[str]:
     except ConfigError as error:
         return problems + error.problems
     reward, credited = config.task.reward, config.algo.name if isinstance(config, RlRunConfig) else ""
-    if reward is not None and reward not in task.reward_sets:
+    if reward is not None and reward not in (*task.reward_sets, PRIVILEGED):
         problems.append(unknown("task.reward", reward, task.reward_sets))
     # Without a valid reward set the other options cannot be checked.
     elif not turns_missing(reward, credited, task):

@@ -11,6 +11,7 @@ from mmrl.algorithms import problems as algorithm_problems
 from mmrl.config import RlRunConfig, TaskConfig
 from mmrl.config.algo import CriticConfig
 from mmrl.config.rules import across_sections, engine_name
+from mmrl.config.tasks import PRIVILEGED
 from mmrl.engines import EngineSetup, build_engine, engine_class
 from mmrl.engines.base import Engine
 from mmrl.engines.endpoint_engine import unreachable
@@ -30,6 +31,8 @@ from mmrl.run.build import (
     teacher_prompts,
     turns_missing,
 )
+from mmrl.run.distill import load_scorers, module_problems
+from mmrl.run.distill import problems as distillation_problems
 from mmrl.run.launch import hardware_problems, replica_problems
 from mmrl.run.settle import module_assignment
 from mmrl.stages.information_gain import gold_problems
@@ -56,8 +59,10 @@ def _rl_problems(config: RlRunConfig, task: Task) -> list[str]:
     problems = hardware_problems(config.hardware, engine_name(config), modules, critic)
     problems += replica_problems(config.hardware, getattr(config.engine, "replicas", 1))
     problems += Settings(train=config.train, algo=config.algo, model=config.model, seed=config.seed).problems()
-    problems += algorithm_problems(config.algo, task.program.modules, task.reward_sets) + negative_rewards(config, task)
-    problems += module_assignment(config, task.program.modules).problems()
+    sets = (*task.reward_sets, *([PRIVILEGED] if config.task.reward == PRIVILEGED else ()))
+    problems += algorithm_problems(config.algo, task.program.modules, sets) + negative_rewards(config, task)
+    assignment = module_assignment(config, task.program.modules)
+    problems += assignment.problems() + module_problems(config, task.program.modules, assignment.untrained)
     if engine_name(config) == "openai":
         problems += engines.problems(config.engine, "openai", training=True)
     problems += staleness_problems(config) + kl_problems(config)
@@ -85,6 +90,8 @@ def problems(config: RlRunConfig, task: Task) -> list[str]:
         found.append(f"algo.zero_variance: got refill, which has no effect with {batch}, or a smaller batch")
     if reward_set(task, config.task.reward, config.algo.name) == "gain":
         found += gold_problems(task, task.examples("train"))
+    # What does not fit the modules has its sentence already.
+    found += [] if found else distillation_problems(config, task)
     if config.algo.minibatches > size:
         found.append(f"algo.minibatches: got {config.algo.minibatches}, expected at most train.batch_size={size}")
     return found
@@ -190,6 +197,7 @@ def teacher_problems(config: RlRunConfig, task: Task) -> list[str]:
 
 def build(config: RlRunConfig, task: Task, log: StepLog) -> RlStage:
     """Load the policy in its trainer, the engine that samples it, and teachers."""
+    from mmrl.stages.distillation import Teachers
     from mmrl.stages.rl import RlStage
 
     log.prefetched = bool(config.train.staleness)
@@ -212,6 +220,7 @@ def build(config: RlRunConfig, task: Task, log: StepLog) -> RlStage:
     except BaseException:
         engine.close()
         raise
+    scorers, context = load_scorers(config, trainer.forwards)
     different = {id(e): e for e in (engine, *(teacher.engine for teacher in teachers.values()))}
     return RlStage(
         config=config,
@@ -223,6 +232,7 @@ def build(config: RlRunConfig, task: Task, log: StepLog) -> RlStage:
         reward_set=reward_set(task, config.task.reward, config.algo.name),
         log=log,
         teachers=teachers,
+        scorers=Teachers(algo=algo, forwards=trainer.forwards, tokenizer=tokenizer, others=scorers, context=context),
         engines=list(different.values()),
         assignment=assignment,
     )

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar, cast
 from mmrl import rng
 from mmrl.algorithms import ALGORITHMS
 from mmrl.config import RlRunConfig
+from mmrl.config.tasks import PRIVILEGED
 from mmrl.credit.entries import Credit, Entry
 from mmrl.models.chat import encode_text, end_of_turn
 from mmrl.models.encode import tokenizer_seconds
@@ -29,6 +30,7 @@ from mmrl.rollout.plans import Tree
 from mmrl.rollout.sample import reserialised, sample
 from mmrl.rollout.teachers import LoadedTeacher, teachers_of_step
 from mmrl.stages import Stage
+from mmrl.stages.distillation import Teachers
 from mmrl.stages.information_gain import with_gains
 from mmrl.stages.step_metrics import lag_metrics, refuse_context, refuse_failures
 from mmrl.system.portal import STOP_S, Job, rollout_loop
@@ -124,7 +126,10 @@ class RolloutSampler(Stage[RlRunConfig]):
     examples: Sequence[Example]
     """The train split."""
     prefetch: Prefetch[Rollouts] = field(default_factory=Prefetch)
+    scorers: Teachers
+    """Teachers that score what the policy has sampled."""
     teachers: Mapping[str, LoadedTeacher] = field(default_factory=dict)
+    """Teachers that sample, by name."""
 
     def collect(self, step: int, credit: Callable[[Forest], Credit]) -> SampledBatch:
         """Return the batch of step number `step` (from 1), whole on every process, so that all compute the same credit.
@@ -233,12 +238,16 @@ class RolloutSampler(Stage[RlRunConfig]):
         with self.log.timed("annotate"):
             # Each process scores its part; the numbers of all are gathered after it.
             forest = annotate(self.trainer.forwards, forest)
+            by_id = {example.id: example for example in examples}
             if self.reward_set == "gain":
-                by_id = {example.id: example for example in examples}
                 encode, score = partial(encode_text, self.tokenizer), self.trainer.forwards.policy_logprobs
                 # A plugin's own section need not have the key.
                 kind = getattr(self.config.task, "gain", "probability")
                 forest = with_gains(forest, cast("Closing", self.task), by_id, encode, score, kind)
+            privileged = self.config.task.reward == PRIVILEGED
+            if self.config.algo.distill is not None or privileged:
+                evidence = self.config.task.privileged if privileged else None
+                forest = self.scorers.complete(forest, by_id, evidence)
         forest = self.log.processes.forest(forest, examples)
         failures = [(rollout.error, rollout.error_message) for rollout in forest.rollouts if rollout.error is not None]
         self.log.note_own_code(f"step {step}", failures, len(forest.rollouts))
@@ -343,5 +352,5 @@ def with_signal(forest: Forest, credit: Credit) -> set[str]:
     return {
         forest.calls[entry.call].example
         for entry in credit.entries
-        if any(a and w for a, w in zip(entry.advantages, entry.weights, strict=True))
+        if not entry.distilled and any(a and w for a, w in zip(entry.advantages, entry.weights, strict=True))
     }

@@ -47,6 +47,11 @@ def forest_metrics(
     metrics["rollouts/tokens"] = float(sum(call.completion_tokens for call in forest.calls.values()))
     for module, calls in by_module(forest).items():
         metrics |= {f"module/{module}/{name}": value for name, value in module_metrics(calls, without).items()}
+    gains = [
+        abs(call.turn_reward) for call in forest.calls.values() if "privileged_gain" in call.facts and call.turn_reward
+    ]
+    if gains and (spread := metrics.get("reward/std")):
+        metrics["credit/gain_to_outcome"] = fmean(gains) / spread
     return metrics | turn_metrics(forest, without)
 
 
@@ -179,6 +184,8 @@ def credit_metrics(forest: Forest, entries: Iterable[Entry]) -> dict[str, float]
     rewards: dict[str, list[float]] = defaultdict(list)
     turns: dict[int, list[float]] = defaultdict(list)
     for entry in entries:
+        if entry.distilled:
+            continue
         rewards[forest.calls[entry.call].module].append(entry.reward)
         turns[forest.calls[entry.call].turn].append(entry.reward)
         if entry.group is not None:

@@ -79,6 +79,7 @@ class _Call(_Form):
     values: _Numbers | None = None
     logprobs: _Numbers | None = None
     ref_logprobs: _Numbers | None = None
+    distillation: _Numbers | None = None
     facts: Annotated[Mapping[str, Any], Strict(False)] = EMPTY
 
     @property
@@ -236,7 +237,7 @@ def _call_faults(call: _Call, modules: Sequence[str]) -> Iterator[str]:
     count, observed = call.tokens, call.observation_tokens
     if call.completion_tokens not in (None, count):
         yield f"completion_tokens: got {call.completion_tokens}, completion_ids has {count}"
-    for key in ("values", "logprobs", "ref_logprobs"):
+    for key in ("values", "logprobs", "ref_logprobs", "distillation"):
         numbers = getattr(call, key)
         # With `algo.obs=all` a critic also has a value for each observation token.
         if numbers is not None and len(numbers) not in (count, count + observed):

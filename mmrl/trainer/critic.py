@@ -176,14 +176,15 @@ class Critic:
         self, pack: Pack, hidden: torch.Tensor | None, accelerator: Accelerator, autocast: AbstractContextManager[None]
     ) -> None:
         """Forward and backward of the value loss of one pack; `hidden` as in `values`."""
-        index = pack.entry_index  # (E,) into the pack's N
+        kept = pack.rewarded
+        index = pack.entry_index[kept]  # (E,) into the pack's N, less the tokens of distillation
         self.module.train()
         # Backward inside `active` too: gradient checkpointing forwards again, and must do so with the same adapter.
         with self.active():
             with autocast:
                 values = self.values(pack, hidden)
             result = value_loss(
-                values[index], pack.old_values[index], pack.returns, pack.weights, self.config.value_clip
+                values[index], pack.old_values[index], pack.returns[kept], pack.weights[kept], self.config.value_clip
             )
             # Times the processes, whose gradients are averaged: the loss is a sum over all of them.
             accelerator.backward(result.loss * accelerator.num_processes)

@@ -87,6 +87,14 @@ class Forwards:
         """
         return self._per_call(calls, self.reference if reference else self.policy_of)
 
+    def logprobs_of(self, model: PreTrainedModel, calls: Sequence[Call], *, tries: bool) -> list[tuple[float, ...]]:
+        """Compute the log-probabilities of `policy_logprobs` under a model of the same tokenizer that is not trained.
+
+        Args:
+            tries: it can forward packs of tries (`packing.choose_packing`).
+        """
+        return self._per_call(calls, lambda pack: self._no_grad(model, pack), model, tries=tries)
+
     def values(self, calls: Sequence[Call]) -> list[tuple[float, ...]]:
         """Return the critic's value before every completion token; tuples as from `policy_logprobs`.
 
@@ -94,10 +102,18 @@ class Forwards:
         """
         return self._per_call(calls, self._values)
 
-    def _per_call(self, calls: Sequence[Call], forward: Callable[[Pack], torch.Tensor]) -> list[tuple[float, ...]]:
-        packs = self.make_packs([TrainCall(call=call) for call in calls], module_names(calls), score_all=True)
+    def _per_call(
+        self,
+        calls: Sequence[Call],
+        forward: Callable[[Pack], torch.Tensor],
+        model: PreTrainedModel | None = None,
+        *,
+        tries: bool | None = None,
+    ) -> list[tuple[float, ...]]:
+        train, modules = [TrainCall(call=call) for call in calls], module_names(calls)
+        packs = self.make_packs(train, modules, score_all=True, tries=tries, model=model)
         results: dict[int, tuple[float, ...]] = {}
-        for pack in [*packs, *self._in_step(len(packs))]:
+        for pack in [*packs, *(self._in_step(len(packs)) if model is None else ())]:
             numbers = forward(pack.to(self.device)).tolist()
             self.scored += pack.forwarded
             for train in pack.calls:
@@ -125,8 +141,9 @@ class Forwards:
         *,
         score_all: bool = False,
         tries: bool | None = None,
+        model: PreTrainedModel | None = None,
     ) -> list[Pack]:
-        """Return packs within the token budget; no pack mixes adapters."""
+        """Return packs within the token budget; no pack mixes adapters. `model`: None: the policy."""
         packs = [
             pack
             for of_adapter in ([calls] if self.adapters is None else self.adapters.split(calls))
@@ -141,7 +158,7 @@ class Forwards:
                 tries=self.tries if tries is None else tries,
                 share=self.accelerator.num_processes,
                 max_tokens=self.max_tokens,
-                border=rope_border(self.policy.config),
+                border=rope_border((model or self.policy).config),
             )
         ]
         for pack in packs:

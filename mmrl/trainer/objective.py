@@ -20,7 +20,7 @@ from mmrl.records import Call
 def active(entry: Entry, beta: float) -> bool:
     """Return True if an entry can move any weights at all, given the weight `beta` of the KL term."""
     return any(
-        weight != 0 and (beta > 0 or advantage != 0 or entry.returns is not None)
+        weight != 0 and (advantage != 0 or entry.returns is not None or (beta > 0 and not entry.distilled))
         for weight, advantage in zip(entry.weights, entry.advantages, strict=True)
     )
 
@@ -124,6 +124,7 @@ def token_loss(
     correction: Correction | None = None,
     kind: str = "clip",
     calls: torch.Tensor | None = None,
+    rewarded: torch.Tensor | None = None,
 ) -> TokenLoss:
     """Sum w_t * (-min(r_t A_t, clip(r_t, 1 - clip, 1 + clip_high) A_t) + beta * k3_t), r_t = exp(logprobs - old).
 
@@ -146,6 +147,7 @@ def token_loss(
         correction: truncated importance weights; None: all 1.
         kind: `clip`, `cispo` or `gspo`.
         calls: index of each token's call, (E,) int64; needed for `gspo`.
+        rewarded: False for tokens without a KL term, (E,) bool; None: all have one.
     """
     high = clip if clip_high is None else clip_high
     # (E,). With ratio_one the value is exactly 1, the gradient that of logprobs: REINFORCE with PPO's bookkeeping.
@@ -172,7 +174,7 @@ def token_loss(
         gap = ref - logprobs
         kl = torch.exp(gap) - gap - 1
         if beta > 0:
-            per_token = per_token + beta * kl
+            per_token = per_token + (beta * kl if rewarded is None else beta * kl * rewarded)
     with torch.no_grad():
         # Beyond the bound, and on the side where the minimum takes the bounded branch: no gradient from this token.
         upper_side = torch.ones_like(ratio, dtype=torch.bool) if kind == "cispo" else advantages > 0

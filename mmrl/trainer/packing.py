@@ -88,6 +88,8 @@ class Pack:
     """(E,)"""
     weights: torch.Tensor
     """(E,)"""
+    rewarded: torch.Tensor
+    """(E,) bool: False for tokens of distillation, in which KL term and critic have no part."""
     returns: torch.Tensor
     """(E,) the critic's targets; NaN without a critic."""
     old_values: torch.Tensor
@@ -339,6 +341,7 @@ def _pack(
         entry_index=per_position([[index[t] for t in tokens] for _, tokens, index in entries], torch.int64),
         advantages=per_position([_values_at(entry.advantages, tokens) for entry, tokens, _ in entries]),
         weights=per_position([_values_at(entry.weights, tokens) for entry, tokens, _ in entries]),
+        rewarded=per_position([[not entry.distilled] * len(tokens) for entry, tokens, _ in entries], torch.bool),
         returns=per_position([_values_at(entry.returns, tokens) for entry, tokens, _ in entries]),
         tokens=sum(len(row.ids) for row, _ in rows),
     )

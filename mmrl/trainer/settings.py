@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from mmrl.config import AlgoConfig, ModelConfig, TrainConfig
-from mmrl.config.algo import CriticConfig
+from mmrl.config.algo import INITIAL, CriticConfig
 from mmrl.config.rules import across_sections
 from mmrl.config.sft import SFT
 from mmrl.errors import ConfigError
@@ -67,6 +67,11 @@ class Settings:
         """Weight of the KL term in the loss: 0 where it is part of the reward."""
         in_reward = self.critic is not None and self.critic.kl == "reward"
         return 0.0 if in_reward else self.algo.beta
+
+    @property
+    def needs_initial(self) -> bool:
+        """True if the weights at the start of the run are used: by the KL term, or as a teacher."""
+        return self.algo.beta > 0 or INITIAL in (self.algo.distill or {}).values()
 
     def problems(self) -> list[str]:
         """Return problems of the settings, one sentence each."""

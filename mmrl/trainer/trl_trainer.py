@@ -134,7 +134,7 @@ class MmrlTrainer(GRPOTrainer):
             # `models.assignment` gives weights per module to LoRA alone.
             model, lora = cast("PreTrainedModel", adapters.attach(model, cast("LoraConfig", lora), settings.seed)), None
         # With LoRA, the policy without its adapters is the reference.
-        needs_copy = settings.algo.beta > 0 and settings.model.lora is None and not isinstance(model, PeftModel)
+        needs_copy = settings.needs_initial and settings.model.lora is None and not isinstance(model, PeftModel)
         reference = copy.deepcopy(model).eval().requires_grad_(False) if needs_copy else None
         arguments = settings.arguments(
             self.folder, on_cpu=model.device.type == "cpu", autocast=model.dtype == torch.bfloat16, dense=tries
@@ -330,6 +330,7 @@ class MmrlTrainer(GRPOTrainer):
             correction,
             algo.loss,
             pack.of_call[index],
+            pack.rewarded,
         )
         # Processes' gradients are averaged, and this loss is a sum.
         self.accelerator.backward(result.loss * self.accelerator.num_processes)

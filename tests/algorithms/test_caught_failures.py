@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmrl.algorithms import ALGORITHMS
 from mmrl.records import Forest, caught
-from tests.helpers.forests import MODULES, Grow, advantage, chains, numbers, with_unread
+from tests.helpers.forests import MODULES, REWARDED, Grow, advantage, chains, numbers, with_unread
 from tests.helpers.forests import credit as credit_by
 
 RANDOM = settings(max_examples=80)
@@ -229,7 +228,7 @@ def test_modules_without_a_caught_failure_keep_their_groups(forest):
     st.builds(
         with_unread, chains(turn_rewards=numbers, penalties=True, critic=True), st.randoms(use_true_random=False)
     ),
-    st.sampled_from([name for name in ALGORITHMS if name != "mmgrpo"]),
+    st.sampled_from([name for name in REWARDED if name != "mmgrpo"]),
 )
 def test_elsewhere_the_call_has_the_rollouts_reward(forest, name):
     """Only mmGRPO has a reward of the form: to the others a failing call is a call like any other."""

@@ -14,7 +14,7 @@ from tests.helpers import TOP
 from tests.helpers.forests import documented
 
 DOCS, FORESTS = TOP / "docs", TOP / "docs" / "forests"
-NAMES = ("algorithms", "forest", "mmgrpo", "mhgpo", "turn-rewards", "ppo", "credits")
+NAMES = ("algorithms", "forest", "mmgrpo", "mhgpo", "turn-rewards", "ppo", "credits", "distillation")
 PAGE = "".join((DOCS / f"{name}.md").read_text(encoding="utf-8") for name in NAMES)
 FILES = re.findall(r"\(forests/(\w+\.json)\)\):\n\n```json\n(.*?)```", PAGE, re.S)
 BLOCKS = re.findall(r"```console\n(.*?)```", PAGE, re.S)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from mmrl.algorithms import ALGORITHMS
 from mmrl.config import ALGO_SCHEMAS
 from mmrl.records import Forest
-from tests.helpers.forests import MODULES, Grow, by_call, chains, credit, forked, numbers, relabelled
+from tests.helpers.forests import MODULES, REWARDED, Grow, by_call, chains, credit, forked, numbers, relabelled
 
 TOLERANCE = 1e-9
 LAW = settings(max_examples=60)
@@ -25,7 +25,7 @@ LAW = settings(max_examples=60)
 SHARED: dict[str, Any] = {"eps": 1e-4, "ddof": 1, "loss_mean": "seq"}
 CRITIC = [name for name, algorithm in ALGORITHMS.items() if algorithm.needs_critic]
 # but for CCPO, whose rewards depend on outcomes of further rollouts
-GROUPED = [name for name in ALGORITHMS if name not in (*CRITIC, "ccpo")]
+GROUPED = [name for name in REWARDED if name not in (*CRITIC, "ccpo")]
 GROUPED_AS_ONE = [name for name in GROUPED if name != "c3"]
 
 

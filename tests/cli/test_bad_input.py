@@ -8,11 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from mmrl.algorithms import ALGORITHMS
 from mmrl.errors import DataError
-from tests.helpers.forests import Grow, credit, total_weight
+from tests.helpers.forests import REWARDED, Grow, credit, total_weight
 
-EVERY = sorted(ALGORITHMS)
+EVERY = REWARDED
 
 
 def grown(*rows, modules=("a", "b")):

@@ -61,7 +61,8 @@ def test_names_in_yaml_registry_and_schema_are_the_same():
     ],
 )
 def test_every_shipped_config_composes_and_validates(choice):
-    path = ["++model.path=a/b"] if choice == "model=hf" else []  # the one that leaves it to the user
+    # Two leave a key to the user.
+    path = {"model=hf": ["++model.path=a/b"], "algo=distill": ["++algo.distill={a: policy}"]}.get(choice, [])
     config = configured([choice, *path])
     group, _, name = choice.partition("=")
     if group in ("task", "algo", "model", "hardware", "engine"):
@@ -75,7 +76,8 @@ def test_every_shipped_config_composes_and_validates(choice):
 
 def test_the_tiny_model_scales_every_algorithm_down():
     for algo in ALGO_SCHEMAS:
-        config: Any = configured([f"algo={algo}", "model=tiny"])
+        left = ["algo.distill={a: policy}"] if algo == "distill" else []
+        config: Any = configured([f"algo={algo}", "model=tiny", *left])
         assert config.train.batch_size <= 64
         assert config.model.lora is None
 

@@ -26,6 +26,7 @@ from mmrl.store.journal import read_step, write_step
 from mmrl.store.rundir import RunDir
 from mmrl.tasks.base import Score
 from tests.helpers.configs import rl_stage_of
+from tests.helpers.forests import REWARDED
 from tests.helpers.programs import FakeEngine, FakeTask
 from tests.helpers.runs import change_config
 
@@ -133,7 +134,7 @@ SMALL = {"mmgrpo": ["algo.rollouts=4"], "ppo": [], "mt_ppo": [], "mappo": []}
 TWO = "algo.minibatches=2"
 
 
-@pytest.mark.parametrize("algo", sorted(ALGORITHMS))
+@pytest.mark.parametrize("algo", REWARDED)
 def test_a_step_of_every_algorithm_is_printed_as_it_was_trained(algo, tmp_path, capsys, output_of):
     options = [*SMALL.get(algo, ["algo.group_size=3"]), "seed=5"]
     batch = trained(tmp_path / "run", f"algo={algo}", *options, "algo.minibatches=3")

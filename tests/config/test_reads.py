@@ -92,6 +92,8 @@ RUNS = (
     f"rl algo=ccpo task=r1_searcher {PAIRS} algo.exchanged=[searcher] algo.scale=true",
     f"rl algo=gigpo task=tool_agent {PAIRS}",
     f"rl algo=igpo task=search_agent {PAIRS}",
+    "rl algo=distill algo.distill={answerer: initial, rewriter: policy} algo.privileged={rewriter: answers}",
+    f"rl algo=gigpo task=search_agent task.reward=privileged algo.privileged={{agent: answers}} {PAIRS}",
     f"rl algo=mt_grpo task=tool_agent {PAIRS}",
     f"rl algo=mt_grpo_variable task=search_agent {PAIRS}",
     "rl algo=tree_grpo algo.zero_variance=refill algo.refill_rounds=1",
@@ -151,7 +153,12 @@ Leaf = tuple[str, tuple[type[BaseModel], str]]
 
 PROCESSES = "tests/run/test_processes.py"
 OPENENV, MCP = "tests/tasks/environments/test_openenv.py", "tests/tasks/environments/test_mcp.py"
+DISTILLATION = "tests/stages/test_distillation.py"
 HELD = {
+    # read where an algorithm has a teacher, which two of them have here
+    "algo.* distill_coef": "tests/credit/test_distillation.py::test_worked_numbers",
+    "algo.* privileged": f"{DISTILLATION}::test_a_teacher_scores_what_was_sampled_and_reads_what_was_not",
+    "task.* privileged": f"{DISTILLATION}::test_evidence_is_a_turns_reward_and_its_text_stands_in_the_first_prompt",
     # read only with several processes, on GPUs, or by a library that is not here
     "[rp]* hardware.rollout_devices": f"{PROCESSES}::test_gpus_of_the_managed_server",
     "rl hardware.sharding": f"{PROCESSES}::test_accelerate_launch_sets_the_same_variables",

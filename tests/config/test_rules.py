@@ -20,6 +20,12 @@ CASES: list[Any] = [
     ("task.search_penalty=0.0", [AGENT, "algo=ppo"], "task.reward=turn", ["algo=mt_ppo"]),
     ("task.final_penalty=0.0", [AGENT, "algo=grpo"], "task.reward=turn", ["algo=grpo_mr"]),
     ("task.em_needs_format=false", [AGENT, "algo=grpo"], "turn", ["task.reward=turn"]),
+    (
+        "task.privileged=mean",
+        [AGENT, "algo=igpo", "algo.privileged={agent: answers}", "algo.distill={agent: policy}"],
+        "use task.reward=privileged",
+        ["task.reward=privileged"],
+    ),
     ("task.gain=logprob", [AGENT, "algo=grpo"], "use task.reward=gain", ["algo=igpo"]),
     ("task.max_turns=4", [], "it is an option of search_agent", [AGENT, "algo=grpo"]),
     ("hardware.engine=transformers", ["engine=transformers"], "leave one", ["engine=auto"]),

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from mmrl.algorithms import ALGORITHMS, minibatches
-from tests.helpers.forests import Grow, advantage, by_call, credit, singles, total_weight, turns
+from tests.helpers.forests import REWARDED, Grow, advantage, by_call, credit, singles, total_weight, turns
 
-GROUPED = sorted(name for name in ALGORITHMS if not ALGORITHMS[name].needs_critic)
+GROUPED = [name for name in REWARDED if not ALGORITHMS[name].needs_critic]
 GROUPS_OF_ONE = {"mt_grpo": 2, "gigpo": 4, "tree_grpo": 4}
 """Two rewards are compared; each of three calls has a state, and each of three rollouts a tree, of its own."""
 SMALL: dict[str, dict[str, Any]] = {
@@ -53,7 +53,7 @@ def test_examples_that_tell_nothing_can_be_dropped(name):
     assert dropped["q0/0"].weights == (0, 0) and dropped["q1/0"].weights == pytest.approx((1 / 4, 1 / 4))
 
 
-@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+@pytest.mark.parametrize("name", REWARDED)
 @pytest.mark.parametrize(
     ("options", "weights", "of_minibatches"),
     [
@@ -219,14 +219,14 @@ def test_a_sequence_without_tokens_has_no_place_for_a_reward(name):
 # -- examples without a scored rollout
 
 
-@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+@pytest.mark.parametrize("name", REWARDED)
 def test_an_example_without_a_scored_rollout_is_as_if_it_had_not_been_drawn(name):
     whole, beside = singles((1.0, 0.0), (0.2, 0.4)), singles((1.0, 0.0), (0.2, 0.4), (None, None))
     assert credited(beside, name).entries == credited(whole, name).entries
     assert total_weight(credited(beside, name)) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+@pytest.mark.parametrize("name", REWARDED)
 def test_it_keeps_its_place_among_the_mini_batches(name):
     """Three examples in three mini-batches, the middle one without a scored rollout: its step has no weight at all."""
     forest = singles((1.0, 0.0), (None, None), (0.2, 0.4))
@@ -238,7 +238,7 @@ def test_it_keeps_its_place_among_the_mini_batches(name):
     assert weight == pytest.approx([1, 0, 1])
 
 
-@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+@pytest.mark.parametrize("name", REWARDED)
 def test_a_step_without_any_scored_rollout_has_no_entries(name):
     grow = Grow(("a",))
     grow.end(None, None, error="tool")

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from mmrl.algorithms import ALGORITHMS, problems
+from mmrl.algorithms import problems
 from mmrl.cli import main
 from mmrl.config.algo import ALGO_SCHEMAS
 from mmrl.errors import DataError
 from mmrl.store.forest import dump_forest
-from tests.helpers.forests import Grow, by_call
+from tests.helpers.forests import REWARDED, Grow, by_call
 from tests.helpers.forests import credit as credit_by
 
 MODULES = ("rewriter", "answerer")
@@ -72,7 +72,7 @@ def test_mhgpo_counts_a_frozen_module_out_of_n():
     assert frozen == credit(freeze_modules=("rewriter",)) == credit(train_modules=("answerer",))
 
 
-@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+@pytest.mark.parametrize("name", REWARDED)
 def test_unknown_modules_and_wrong_factors_are_named(name):
     algo = ALGO_SCHEMAS[name](name=name, advantage_scale={"rewritr": 1.0, "answerer": -1.0})
     found = "\n".join(problems(algo, MODULES, ("outcome", "turn")))

@@ -16,12 +16,12 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from mmrl.algorithms import ALGORITHMS
 from mmrl.errors import MmrlError
 from tests.fuzz import data
 from tests.fuzz.in_process import TooLong, time_limit
 from tests.fuzz.values import JSON, spoilt, spoilt_bytes
 from tests.helpers import TOP
+from tests.helpers.forests import REWARDED
 
 FORESTS = TOP / "docs" / "forests"
 
@@ -148,7 +148,7 @@ def _spoilt_forests() -> st.SearchStrategy[str]:
 
 TARGETS: dict[str, tuple[st.SearchStrategy[Any], Callable[[Any], str | None]]] = {
     "config": (st.deferred(_configs), run_config),
-    "forest": (st.tuples(st.deferred(_spoilt_forests), st.sampled_from(sorted(ALGORITHMS))), run_forest),
+    "forest": (st.tuples(st.deferred(_spoilt_forests), st.sampled_from(REWARDED)), run_forest),
     "data": (data.files(), data.run),
     "retriever": (st.sampled_from(RETRIEVED).flatmap(spoilt) | JSON, run_retrieved),
 }

@@ -67,5 +67,6 @@ def rl_stage_of(config: Any, engine: FakeEngine) -> RlStage:
     task = FakeTask(Chain(("a",)))
     sampling: Any = {"task": task, "examples": task.examples("train"), "reward_set": "outcome"}
     engines: Any = {"engine": engine, "engines": [engine], "tokenizer": MagicMock(), "trainer": MagicMock()}
+    engines["scorers"] = MagicMock()
     assignment = ModuleAssignment(model=config.model, algo=config.algo, modules=tuple(task.program.modules))
     return OfFakes(config=config, log=log, assignment=assignment, **sampling, **engines)

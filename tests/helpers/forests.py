@@ -8,12 +8,15 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from mmrl.algorithms import assign_credit
+from mmrl.algorithms import ALGORITHMS, assign_credit
 from mmrl.config import ALGO_SCHEMAS
 from mmrl.credit.entries import Credit, Entry
 from mmrl.records import Call, Forest, Rollout
 from mmrl.store.forest import parse_forest
 from tests.helpers import TOP
+
+REWARDED = sorted(set(ALGORITHMS) - {"distill"})
+"""Algorithms that credit rewards; the other one is tested in tests/credit/test_distillation.py."""
 
 
 class Grow:

@@ -46,7 +46,7 @@ def test_the_shipped_sets_run_every_task_of_the_mini_world_and_every_algorithm()
     }
     algos = {word[5:] for spec in own for row in spec.rows.values() for word in row.train if word.startswith("algo=")}
     assert tasks == {task for tasks in SHIPPED.values() for task in tasks}
-    assert algos == {*ALGO_SCHEMAS, "miprov2", "sft"} and all(len(spec.seeds) >= 3 for spec in own)
+    assert algos == {*ALGO_SCHEMAS, "miprov2", "sft"} - {"distill"} and all(len(spec.seeds) >= 3 for spec in own)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,61 @@
+"""Loss entries of on-policy distillation, beside those of any algorithm (`algo.distill`).
+
+    A_t = log pi_T(o_t | h, g) - log pi_S(o_t | h);  token weight = distill_coef / (n · |o|)
+
+pi_S is the policy that is trained, pi_T the teacher of the call's module, which may read more (g, `algo.privileged`);
+both are computed before the first update. In expectation over the policy's own tokens this is the gradient of the
+reverse KL divergence of one token, KL(pi_S || pi_T), as in arXiv 2306.08543 (MiniLLM) and TRL's distillation. n counts
+the calls of one module and invocation in an optimizer step: a module weighs the same, however often others are called.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from statistics import fmean
+
+from mmrl.config.algo import AlgoConfig
+from mmrl.credit.entries import Entry
+from mmrl.credit.loss_weights import LossSequence, Minibatches, minibatch_of, per_token
+from mmrl.credit.scored import scored_rollouts
+from mmrl.records import Call, Forest
+
+
+def distilled_entries(forest: Forest, algo: AlgoConfig, minibatch: Minibatches = None) -> list[Entry]:
+    """Return an entry for each call of a module with a teacher, whatever its groups and rewards are.
+
+    Calls count once, also those that several rollouts share; rollouts that failed from an outside cause have none, and
+    neither have calls that a teacher made (mmGRPO) or that have no tokens.
+    """
+    credited = {call.id for rollout in scored_rollouts(forest) for call in rollout.path}
+    slots: dict[tuple[int, str, int], list[Call]] = defaultdict(list)
+    for call in forest.calls.values():
+        taught = call.module in (algo.distill or {}) and call.teacher is None
+        if taught and call.id in credited and call.distillation:
+            slots[minibatch_of(call.example, minibatch), call.module, call.invocation].append(call)
+    entries = []
+    for calls in slots.values():
+        sequences = [LossSequence(call.example, 0, call.completion_tokens) for call in calls]
+        # A slot on its own: with `loss_mean=token` it is its tokens that share, not those of other modules.
+        weights = per_token(sequences, [1 / len(calls)] * len(calls), algo)
+        for call, weight in zip(calls, weights, strict=True):
+            assert call.distillation is not None
+            entries.append(
+                Entry(
+                    call=call.id,
+                    # What a reward would be: the mean over tokens, for people to read.
+                    reward=fmean(call.distillation),
+                    parts={"distillation": fmean(call.distillation)},
+                    advantages=call.distillation,
+                    weights=(algo.distill_coef * weight,) * call.completion_tokens,
+                    distilled=True,
+                )
+            )
+    return entries
+
+
+def distillation_metrics(forest: Forest) -> dict[str, float]:
+    """Return `module/<m>/teacher_gap`: mean of log pi_T - log pi_S over the module's tokens, in nats."""
+    gaps: dict[str, list[float]] = defaultdict(list)
+    for call in forest.calls.values():
+        gaps[call.module] += call.distillation or ()
+    return {f"module/{module}/teacher_gap": fmean(values) for module, values in gaps.items() if values}

@@ -1,0 +1,201 @@
+"""Teachers of `algo.distill`: what stands against them, and what loads them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from mmrl.algorithms import ALGORITHMS
+from mmrl.config import RlRunConfig
+from mmrl.config.algo import POLICY, is_url
+from mmrl.config.tasks import PRIVILEGED
+from mmrl.engines.vllm.api import VllmApi
+from mmrl.errors import ConfigError, EngineFailure, gathered, unknown
+from mmrl.records import Call
+from mmrl.run.build import check_policy
+from mmrl.stages.distillation import Scorer, privileged_problems
+from mmrl.store.policy import resolve
+from mmrl.system.http_client import HttpFailure
+from mmrl.tasks.base import Task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from mmrl.trainer.forwards import Forwards
+
+CONCURRENCY = 64
+"""Calls that a server scores at once."""
+TIMEOUT_S = 600.0
+PROBE = "The gold answer: \u201cSão Paulo\u201d, 42.5 %\n\tdef f(x): return x"
+"""A text whose tokens differ between tokenizers."""
+
+
+def module_problems(config: RlRunConfig, modules: Sequence[str], untrained: Collection[str] = ()) -> list[str]:
+    """Return problems of `algo.distill`, `algo.privileged` and `task.reward=privileged` with a program's modules."""
+    algo, problems = config.algo, []
+    evidence = config.task.reward == PRIVILEGED
+    for key, named in (("distill", algo.distill), ("privileged", algo.privileged)):
+        for module in named or ():
+            if module not in modules:
+                problems.append(unknown(f"algo.{key}", module, modules))
+            elif module in untrained or not algo.trains(module):
+                problems.append(f"algo.{key}.{module}: has no effect: the module is not trained")
+    problems += [
+        f"algo.privileged.{module}: has no effect: the module has no teacher in algo.distill; give it one, or set "
+        "task.reward=privileged"
+        for module in algo.privileged or ()
+        if module in modules and not evidence and module not in (algo.distill or {})
+    ]
+    if evidence and not algo.privileged:
+        problems.append(
+            "task.reward: got privileged, and nothing is; set algo.privileged.MODULE to a field of the record"
+        )
+    algorithm = ALGORITHMS[algo.name]
+    if evidence and not (algorithm.needs_turn_rewards or algorithm.reads_turn_rewards):
+        problems.append(f"task.reward: got privileged, which gives turn rewards, and algo={algo.name} reads none")
+    return problems
+
+
+def problems(config: RlRunConfig, task: Task) -> list[str]:
+    """Return what stands against a run's teachers: records without a field, policies and servers that are not there."""
+    algo, found = config.algo, privileged_problems(config.algo, task.examples("train"))
+    for module, teacher in algo.models_that_teach.items():
+        if is_url(teacher):
+            with gathered(found, f"algo.distill.{module}: "):
+                _Server(teacher).check()
+        else:
+            with gathered(found, f"algo.distill.{module}: "):
+                resolve(teacher)
+    return found
+
+
+def check(config: RlRunConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Find teachers that cannot be had, or that have other tokens than the policy. Returns what is left out of files.
+
+    Raises:
+        ConfigError: one cannot be used.
+    """
+    from mmrl.models.load import load_tokenizer
+
+    refused = list[str]()
+    notes = [
+        f"algo.distill.{module}: the policy is its own teacher and reads no more than it does (algo.privileged), so it "
+        "learns nothing from it"
+        for module, teacher in (config.algo.distill or {}).items()
+        if teacher == POLICY and module not in (config.algo.privileged or {})
+    ]
+    for module, teacher in config.algo.models_that_teach.items():
+        key = f"algo.distill.{module}"
+        if is_url(teacher):
+            with gathered(refused, f"{key}: "):
+                _Server(teacher).check(tokenizer)
+            continue
+        policy = resolve(teacher)
+        notes.append(check_policy(policy, config, key))
+        theirs = load_tokenizer(config.model.model_copy(update={"path": policy.base})).get_vocab()
+        if theirs != tokenizer.get_vocab():
+            refused.append(
+                f"{key}: got '{teacher}', whose tokenizer has other tokens than that of '{config.model.path}' "
+                f"({len(theirs)} and {len(tokenizer)}); a teacher scores the student's tokens, so it needs the same"
+            )
+    if refused:
+        raise ConfigError(refused)
+    return notes
+
+
+def load_scorers(config: RlRunConfig, forwards: Forwards) -> tuple[Mapping[str, Scorer], int | None]:
+    """Load the teachers that have weights of their own, each once; also return the longest context that all have."""
+    from mmrl.engines.embedded.batch_rows import context_limit
+    from mmrl.models.load import load_policy
+    from mmrl.trainer.choice import choose_packing
+
+    limits, scorers = [context_limit(forwards.policy.config.get_text_config())], dict[str, Scorer]()
+    for teacher in dict.fromkeys(config.algo.models_that_teach.values()):
+        if is_url(teacher):
+            server = _Server(teacher)
+            limits.append(server.check())
+            scorers[teacher] = server.score
+            continue
+        model, _, serving = load_policy(resolve(teacher), config.model, config.hardware.device)
+        model.eval().requires_grad_(False)
+        limits.append(context_limit(model.config.get_text_config()))
+        tries = choose_packing(config.train.packing, model)
+        scorers[teacher] = partial(_scored, forwards, model, tries, serving["adapters"])
+    return scorers, min((limit for limit in limits if limit is not None), default=None)
+
+
+def _scored(
+    forwards: Forwards, model: Any, tries: bool, adapters: Mapping[str, str] | None, calls: Sequence[Call]
+) -> list[tuple[float, ...]]:
+    """Score calls by a loaded teacher, each by its module's adapter where the teacher has several."""
+    if adapters is None:
+        return forwards.logprobs_of(model, calls, tries=tries)
+    scored: dict[int, tuple[float, ...]] = {}
+    for adapter in dict.fromkeys(adapters.get(call.module, "") for call in calls):
+        own = [call for call in calls if adapters.get(call.module, "") == adapter]
+        model.set_adapter(adapter)
+        scored |= dict(zip(map(id, own), forwards.logprobs_of(model, own, tries=tries), strict=True))
+    return [scored[id(call)] for call in calls]
+
+
+class _Server:
+    """A vLLM server that scores tokens: `prompt_logprobs` of its first model, at temperature 1."""
+
+    def __init__(self, url: str) -> None:
+        # People write the path of the protocol, too.
+        self.api = VllmApi(url.rstrip("/").removesuffix("/v1"), TIMEOUT_S, CONCURRENCY)
+
+    def check(self, tokenizer: PreTrainedTokenizerBase | None = None) -> int | None:
+        """Return the server's token limit.
+
+        Args:
+            tokenizer: the student's, with which the server's is compared; None: not.
+
+        Raises:
+            ConfigError: it does not answer, gives no such log-probabilities, or has other tokens.
+        """
+        from mmrl.models.chat import encode_text
+
+        async def asked() -> tuple[str, int | None, list[int]]:
+            name, card = next(iter((await self.api.models()).items()))
+            reply = await self.api.request("/tokenize", {"model": name, "prompt": PROBE})
+            await self.api.probe(name, reply["tokens"])
+            return name, card.get("max_model_len"), reply["tokens"]
+
+        try:
+            name, limit, ids = self.api.io.wait(asked())
+        except (HttpFailure, EngineFailure, LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+            raise ConfigError(
+                f"got {self.api.url}: {str(error) or type(error).__name__}; expected the URL of a vLLM server, which "
+                "takes token ids and gives prompt_logprobs"
+            ) from None
+        own = [] if tokenizer is None else encode_text(tokenizer, PROBE)
+        if own != ids[len(ids) - len(own) :]:
+            raise ConfigError(
+                f"got {self.api.url}, whose model '{name}' has other tokens than the policy; a teacher scores the "
+                "student's tokens, so it needs the same tokenizer"
+            )
+        return limit
+
+    def score(self, calls: Sequence[Call]) -> list[tuple[float, ...]]:
+        """Return the log-probabilities of the calls' completions.
+
+        Raises:
+            EngineFailure: the server did not answer.
+        """
+
+        async def one(name: str, call: Call) -> tuple[float, ...]:
+            async with self.api.io.slots:
+                found = await self.api.probe(name, call.prompt_ids + call.completion_ids)
+            return tuple(found[-len(call.completion_ids) :])
+
+        async def every() -> list[tuple[float, ...]]:
+            name = next(iter(await self.api.models()))
+            return await asyncio.gather(*(one(name, call) for call in calls))
+
+        try:
+            return self.api.io.wait(every())
+        except HttpFailure as error:
+            raise EngineFailure(f"algo.distill: {error}") from error

@@ -1,0 +1,182 @@
+"""Numbers of teachers, between sampling and credit: `algo.distill`, and turn rewards by `task.reward=privileged`.
+
+A teacher scores the tokens that the policy has sampled; it writes none. It may read more than the policy did:
+`algo.privileged` is put to the end of the prompt's last message, in a growing context to that of its first turn. So
+nothing that is sampled has ever seen it. All forwards are the trainer's packs: shared beginnings once, no dropout, the
+run's temperature, the full vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any, TypeAlias
+
+from mmrl.config import AlgoConfig
+from mmrl.config.algo import INITIAL, POLICY
+from mmrl.errors import ConfigError
+from mmrl.models.chat import encode_text, end_of_prompt
+from mmrl.records import EMPTY, Call, Example, Forest, Rollout
+from mmrl.trainer.forwards import Forwards
+
+FEEDBACK = "feedback"
+"""Field of what the task's score said in words of the rollout (`Score.feedback`); no record has it."""
+FIELD = re.compile(r"\{(\w+)\}")
+Scorer: TypeAlias = Callable[[Sequence[Call]], Sequence[Sequence[float]]]
+"""Calls -> log-probability of each token of their completions, after their prompts."""
+
+
+def template_of_text(text: str) -> str:
+    """Return the text of `algo.privileged` with its fields in braces; a field alone stands behind its name."""
+    return text if FIELD.search(text) else f"{text}: {{{text}}}"
+
+
+def privileged_problems(algo: AlgoConfig, examples: Iterable[Example]) -> list[str]:
+    """Return a sentence for each field of `algo.privileged` that a training record lacks."""
+    wanted = {module: set(FIELD.findall(template_of_text(text))) for module, text in (algo.privileged or {}).items()}
+    missing: dict[tuple[str, str], list[Example]] = {}
+    count = 0
+    for example in examples:
+        count += 1
+        for module, fields in wanted.items():
+            for field in sorted(fields - {FEEDBACK} - set(example.inputs) - set(example.metadata)):
+                missing.setdefault((module, field), []).append(example)
+    return [
+        f"algo.privileged.{module}: {len(without)} of {count} training records have no field '{field}' (the first: "
+        f"'{without[0].id}'); they have {', '.join(sorted({*without[0].inputs, *without[0].metadata}))}"
+        for (module, field), without in missing.items()
+    ]
+
+
+def shown(value: Any) -> str:
+    """Return a field's value as text: texts as they are, lists of them in a row, anything else as JSON."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):
+        return "; ".join(value)
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Teachers:
+    """What scores the calls of a run's modules."""
+
+    algo: AlgoConfig
+    forwards: Forwards
+    tokenizer: Any
+    others: Mapping[str, Scorer] = EMPTY
+    """Scorers of teachers by name, but for `policy` and `initial`."""
+    context: int | None = None
+    """Longest prompt + completion of any teacher; None: no limit."""
+
+    def complete(self, forest: Forest, examples: Mapping[str, Example], evidence: str | None) -> Forest:
+        """Return the forest with `distillation` on the calls of distilled modules, and turn rewards by evidence.
+
+        Args:
+            evidence: `sum` or `mean` over a turn's tokens (`task.privileged`); None: other turn rewards.
+
+        Raises:
+            ConfigError: a prompt whose last message has no end that the chat template writes.
+        """
+        distilled = self.algo.distill or {}
+        pairs = set(distilled.items())
+        if evidence is not None:
+            pairs |= {(module, POLICY) for module in self.algo.privileged or ()}
+        gaps = self._gaps(forest, examples, sorted(pairs))
+        calls = {}
+        for name, call in forest.calls.items():
+            facts, turn_reward = call.facts, call.turn_reward
+            own = gaps.get((name, POLICY)) if call.module in (self.algo.privileged or ()) else None
+            if evidence is not None and own:
+                gain = sum(own) if evidence == "sum" else fmean(own)
+                facts = {**facts, "privileged_gain": gain}
+                # The last call of a rollout has the outcome.
+                turn_reward = gain if forest.children[name] else None
+            teacher = distilled.get(call.module)
+            distillation = gaps.get((name, teacher)) if teacher is not None else None
+            calls[name] = replace(call, facts=facts, turn_reward=turn_reward, distillation=distillation)
+        return replace(forest, calls=calls)
+
+    def _gaps(
+        self, forest: Forest, examples: Mapping[str, Example], pairs: Sequence[tuple[str, str]]
+    ) -> dict[tuple[str, str], tuple[float, ...]]:
+        """Return (call, teacher) -> log pi_T - log pi_S of each token; without calls that no teacher can read."""
+        first = _first_rollouts(forest)
+        gaps: dict[tuple[str, str], tuple[float, ...]] = {}
+        # Also of teachers that this process asks for nothing: forwards of sharded weights take all processes.
+        asked: dict[str, list[tuple[Call, Call]]] = {teacher: [] for _, teacher in pairs}
+        for module, teacher in pairs:
+            for call in forest.calls.values():
+                if call.module != module or not call.completion_ids or call.teacher is not None:
+                    continue
+                view = self._view(forest, call, examples[call.example], first.get(call.id))
+                if self.context is not None and len(view.prompt_ids) + call.completion_tokens > self.context:
+                    continue
+                if teacher == POLICY and view is call:
+                    # The same numbers twice: exactly nothing to learn.
+                    gaps[call.id, teacher] = (0.0,) * call.completion_tokens
+                else:
+                    asked[teacher].append((call, view))
+        students = {call.id: call for seen in asked.values() for call, _ in seen}
+        known = dict(zip(students, self.forwards.policy_logprobs(list(students.values())), strict=True))
+        for teacher, seen in asked.items():
+            scored = self._scorer(teacher)([view for _, view in seen])
+            for (call, _), theirs in zip(seen, scored, strict=True):
+                gaps[call.id, teacher] = tuple(t - s for t, s in zip(theirs, known[call.id], strict=True))
+        return gaps
+
+    def _scorer(self, teacher: str) -> Scorer:
+        if teacher in (POLICY, INITIAL):
+            return lambda calls: self.forwards.policy_logprobs(calls, reference=teacher == INITIAL)
+        return lambda calls: self.others[teacher](calls) if calls else ()
+
+    def _view(self, forest: Forest, call: Call, example: Example, rollout: Rollout | None) -> Call:
+        """Return a call as its teacher reads it: the call itself where there is nothing more to read."""
+        text = (self.algo.privileged or {}).get(call.module)
+        if text is None:
+            return call
+        fields = {**example.inputs, **example.metadata, FEEDBACK: _feedback(rollout, call.module)}
+        added = FIELD.sub(lambda match: shown(fields[match[1]]), template_of_text(text))
+        begin = _opening(forest, call)
+        frame = end_of_prompt(self.tokenizer)
+        place = len(begin.prompt_ids) - len(frame)
+        if begin.prompt_ids[place:] != frame:
+            raise ConfigError(
+                f"algo.privileged.{call.module}: the prompt of call {begin.id} does not end as the chat template ends "
+                "a user's message, so there is no place for more text; expected a module whose prompt ends with one"
+            )
+        ids = tuple(encode_text(self.tokenizer, f"\n\n{added}"))
+        # Read by a teacher, not sampled: log-probabilities of other prompts are none of its own.
+        return replace(
+            call,
+            prompt_ids=call.prompt_ids[:place] + ids + call.prompt_ids[place:],
+            logprobs=None,
+            ref_logprobs=None,
+            values=None,
+        )
+
+
+def _opening(forest: Forest, call: Call) -> Call:
+    """Return the first call of the call's own context: itself, or the one whose prompt it goes on from."""
+    above = call
+    while above.parent is not None and call.turn:
+        above = forest.calls[above.parent]
+        if above.turn == 0 and call.prompt_ids[: len(above.prompt_ids)] == above.prompt_ids:
+            return above
+    return call
+
+
+def _first_rollouts(forest: Forest) -> dict[str, Rollout]:
+    """Return the first rollout through each call."""
+    found: dict[str, Rollout] = {}
+    for rollout in forest.rollouts:
+        for call in forest.path(rollout):
+            found.setdefault(call.id, rollout)
+    return found
+
+
+def _feedback(rollout: Rollout | None, module: str) -> str:
+    return "" if rollout is None else rollout.feedback.get(module) or rollout.feedback.get("", "")

@@ -1,0 +1,266 @@
+"""Runs with `algo.distill` and `task.reward=privileged`: what teachers score and read, and what is refused."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mmrl.cli import main
+from mmrl.cli.configs import train_configs
+from mmrl.cli.overrides import read_line
+from mmrl.config import AlgoConfig, ModelConfig
+from mmrl.models.chat import encode_text, end_of_prompt, render_observation, render_prompt
+from mmrl.models.load import load_model, load_tokenizer
+from mmrl.records import Call, Example, Forest, Rollout
+from mmrl.run.build import build_task
+from mmrl.stages.distillation import Teachers, privileged_problems
+from mmrl.store.journal import read_step
+from mmrl.store.rundir import RunDir
+from tests.helpers.lines import refused
+from tests.helpers.runs import command, contents
+from tests.helpers.servers import Scripted, Seen, serving
+
+GOLD = "algo.privileged={answerer: 'The right answer: {answers}', reranker: titles}"
+
+
+def line_of(random_model: str, folder: Path, *words: str) -> list[str]:
+    """A command of a small run, without keys of groups where nothing is compared."""
+    line = command(random_model, folder, "train.steps=1", "eval.every=0", *words)
+    grouped = "algo=distill" not in words
+    return [word for word in line if grouped or not word.startswith(("algo.group_size", "algo.beta"))]
+
+
+def run_of(random_model: str, folder: Path, *words: str) -> RunDir:
+    assert main(line_of(random_model, folder, *words)) == 0
+    return RunDir.read(folder)
+
+
+def logprobs(model: Any, prompt: tuple[int, ...], completion: tuple[int, ...]) -> list[float]:
+    """By one plain forward of the row."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+    return [float(row[token]) for row, token in zip(logits.log_softmax(-1), completion, strict=True)]
+
+
+def test_a_teacher_scores_what_was_sampled_and_reads_what_was_not(random_model: str, tmp_path: Path) -> None:
+    """Three teachers in one run, beside rewards: another model, the policy with the answer at hand, the start."""
+    other = tmp_path / "other"
+    shutil.copytree(random_model, other)
+    torch.manual_seed(5)
+    model = load_model(ModelConfig(name="x", path=random_model), "cpu")
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.1)
+    model.save_pretrained(other)
+    teachers = f"algo.distill={{rewriter: '{other}', answerer: policy, reranker: initial}}"
+    run = run_of(random_model, tmp_path / "run", "algo=mhgpo_rr", teachers, GOLD)
+    forest, entries = read_step(run, 1)
+    tokenizer = load_tokenizer(ModelConfig(name="x", path=random_model))
+    start = load_model(ModelConfig(name="x", path=random_model), "cpu").eval()
+    by = {"rewriter": model.eval(), "answerer": start, "reranker": start}
+    (config,) = train_configs(read_line(["task=hotpotqa", "algo=grpo"]))
+    task = build_task(config.task, 0)
+    gold = {e.id: ("; ".join(e.metadata["answers"]), "; ".join(e.metadata["titles"])) for e in task.examples("train")}
+    frame = end_of_prompt(tokenizer)
+    for call in forest.calls.values():
+        assert "right answer" not in call.prompt_text and "titles:" not in call.prompt_text
+        assert not any("right answer" in tokenizer.decode(list(ids)) for ids in (call.prompt_ids, call.completion_ids))
+        prompt = call.prompt_ids
+        assert prompt[-len(frame) :] == frame
+        if call.module != "rewriter":
+            answers, titles = gold[call.example]
+            text = f"The right answer: {answers}" if call.module == "answerer" else f"titles: {titles}"
+            prompt = prompt[: -len(frame)] + tuple(encode_text(tokenizer, f"\n\n{text}")) + frame
+        theirs = logprobs(by[call.module], prompt, call.completion_ids)
+        ours = logprobs(start, call.prompt_ids, call.completion_ids)
+        assert call.distillation == pytest.approx([t - s for t, s in zip(theirs, ours, strict=True)], abs=2e-4)
+    distilled = [entry for entry in entries if entry.get("distilled")]
+    assert {entry["call"] for entry in distilled} == set(forest.calls)
+    assert all(entry["advantages"] == forest.calls[entry["call"]].distillation for entry in distilled)
+    assert main(["credit", f"run={tmp_path / 'run'}", "step=1"]) == 0, "computed again from the journal, to the bit"
+    record = run.history()[1]
+    assert record["module/rewriter/teacher_gap"] < -0.01 and record["train/grad_norm"] > 0
+
+
+def test_the_policy_as_its_own_teacher_learns_exactly_nothing(
+    random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_of(random_model, tmp_path / "run", "algo=distill", "algo.distill={answerer: policy, reranker: initial}")
+    said = capsys.readouterr().err
+    assert said.count("algo.distill.answerer: the policy is its own teacher") == 1
+    forest, entries = read_step(run, 1)
+    gaps = [value for call in forest.calls.values() for value in call.distillation or ()]
+    assert gaps and all(gap == 0.0 for gap in gaps), "and so are the weights that the run began with, in its first step"
+    assert {forest.calls[entry["call"]].module for entry in entries} == {"answerer", "reranker"}
+    record = run.history()[1]
+    assert record["train/tokens"] == 0 and record["train/loss"] == 0
+
+
+def test_a_run_that_was_stopped_goes_on_as_it_would_have(random_model: str, tmp_path: Path) -> None:
+    words = ["algo=distill", "algo.distill={answerer: initial}", GOLD.replace(", reranker: titles", "")]
+    words += ["train.steps=3", "train.save_every=1", "eval.every=2"]
+    run_of(random_model, tmp_path / "whole", *words)
+    run = run_of(random_model, tmp_path / "run", *words)
+    shutil.rmtree(run.path / "checkpoints" / "checkpoint-3")
+    (run.path / "summary.json").unlink()
+    assert main(["train", f"resume={run.path}"]) == 0
+    whole, resumed = contents(tmp_path / "whole"), contents(run.path)
+    assert whole[0] == resumed[0] and {k: v for k, v in whole[2].items() if "checkpoint-3" in k} == {
+        k: v for k, v in resumed[2].items() if "checkpoint-3" in k
+    }
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Any:
+    return load_tokenizer(ModelConfig(name="tiny", path="tiny"))
+
+
+class Scores:
+    """A stand-in for the trainer's forwards: log-probability -0.1 · (place in the row) of every token."""
+
+    def policy_logprobs(self, calls: Any, *, reference: bool = False) -> list[tuple[float, ...]]:
+        self.seen = [*getattr(self, "seen", []), *calls]
+        return [tuple(-0.1 * (len(c.prompt_ids) + t) for t in range(len(c.completion_ids))) for c in calls]
+
+
+def two_turns(tokenizer: Any) -> Forest:
+    prompt = render_prompt(tokenizer, [{"role": "user", "content": "Who made it?"}])
+    said = (7, 8, 9)
+    later = render_observation(tokenizer, prompt + said, "Found: a film.")
+    first = Call(id="q/0#0", example="q", parent=None, module="agent", prompt_ids=prompt, completion_ids=said,
+                 completion_tokens=3)  # fmt: skip
+    second = Call(id="q/0#1", example="q", parent=first.id, module="agent", turn=1, invocation=1, prompt_ids=later,
+                  completion_ids=(5, 6), completion_tokens=2)  # fmt: skip
+    rollout = Rollout(id="q/0", example="q", leaf=second.id, reward=1.0, feedback={"agent": "no source named"})
+    return Forest(calls={c.id: c for c in (first, second)}, rollouts=(rollout,), modules=("agent",))
+
+
+@pytest.mark.parametrize(("evidence", "first"), [("sum", -0.1 * 3), ("mean", -0.1)])
+def test_evidence_is_a_turns_reward_and_its_text_stands_in_the_first_prompt(
+    evidence: str, first: float, tiny: Any
+) -> None:
+    forest, scores = two_turns(tiny), Scores()
+    algo = AlgoConfig(name="x", privileged={"agent": "Answer {answers}, but {feedback}."})
+    teachers = Teachers(algo=algo, forwards=scores, tokenizer=tiny)  # type: ignore[arg-type]
+    example = Example(id="q", inputs={"question": "Who made it?"}, metadata={"answers": ["Ann", "A. Lee"]})
+    found = teachers.complete(forest, {"q": example}, evidence)
+    text = encode_text(tiny, "\n\nAnswer Ann; A. Lee, but no source named.")
+    shift = len(text)
+    one, two = found.calls.values()
+    assert one.turn_reward == pytest.approx(first * shift) and two.turn_reward is None, "the last call has the outcome"
+    total = -0.1 * shift * (2 if evidence == "sum" else 1)
+    assert two.facts["privileged_gain"] == pytest.approx(total)
+    assert one.distillation is None and two.distillation is None, "nothing is distilled"
+    frame, prompt = end_of_prompt(tiny), forest.calls["q/0#0"].prompt_ids
+    views = [call for call in scores.seen if call.prompt_ids not in {c.prompt_ids for c in forest.calls.values()}]
+    at = len(prompt) - len(frame)
+    for view, call in zip(views, forest.calls.values(), strict=True):
+        assert view.prompt_ids == call.prompt_ids[:at] + tuple(text) + call.prompt_ids[at:]
+        assert view.completion_ids == call.completion_ids
+
+
+def test_what_no_longer_fits_the_context_has_no_teacher(tiny: Any) -> None:
+    forest = two_turns(tiny)
+    algo = AlgoConfig(name="x", distill={"agent": "initial"}, privileged={"agent": "{note}"})
+    example = Example(id="q", inputs={}, metadata={"note": "word " * 9})
+    longest = max(len(c.prompt_ids) + c.completion_tokens for c in forest.calls.values())
+    added = len(encode_text(tiny, "\n\n" + "word " * 9))
+    for limit, lengths in ((longest + added, [3, 2]), (longest + added - 1, [3, None]), (3, [None, None])):
+        teachers = Teachers(algo=algo, forwards=Scores(), tokenizer=tiny, context=limit)  # type: ignore[arg-type]
+        found = teachers.complete(forest, {"q": example}, None)
+        assert [c.distillation and len(c.distillation) for c in found.calls.values()] == lengths
+
+
+def test_fields_that_records_lack_are_named() -> None:
+    records = [
+        Example(id=f"q{n}", inputs={"question": "?"}, metadata={"answers": ["a"]} if n else {}) for n in range(3)
+    ]
+    algo = AlgoConfig(name="x", distill={"a": "policy"}, privileged={"a": "{answers} {feedback}", "b": "hint"})
+    assert privileged_problems(algo, records) == [
+        "algo.privileged.a: 1 of 3 training records have no field 'answers' (the first: 'q0'); they have question",
+        "algo.privileged.b: 3 of 3 training records have no field 'hint' (the first: 'q0'); they have question",
+    ]
+
+
+MISTAKES = {
+    "algo=distill": "algo.distill: missing, a value is required",
+    "algo=distill algo.distill={writer:policy}": "algo.distill: got 'writer', expected one of answerer, rer",
+    "algo=grpo algo.privileged={answerer:answers}": "algo.privileged.answerer: has no effect: the module has no",
+    "algo=distill algo.distill={answerer:policy} algo.privileged={answerer:hint}": "have no field 'hint'",
+    "algo=distill algo.distill={answerer:''}": "algo.distill.answerer: got '', expected policy, initial, ",
+    "algo=distill algo.distill={answerer:./nowhere}": "algo.distill.answerer: policy: got './nowhere'",
+    "algo=distill algo.distill={answerer:policy} algo.beta=0.1": "algo.beta: got 0.1, expected less than or equal to 0",
+    "algo=distill algo.distill={answerer:policy} algo.advantage_scale={answerer:2.0}": "algo.advantage_scale: ",
+    "algo=grpo algo.distill_coef=0.5": "algo.distill_coef: got 0.5, which has no effect without a teacher",
+    "algo=grpo algo.distill={answerer:'http://127.0.0.1:9'}": "algo.temperature: got 0.9, and a server",
+    "algo=distill algo.distill={answerer:'http://127.0.0.1:9'}": "algo.distill.answerer: got http://127.0.0.1:9: ",
+    "algo=mmgrpo algo.reserialise=true algo.distill={answerer:policy}": "algo.distill: teachers score sampled tokens",
+    "algo=mhgpo_rr algo.freeze_modules=[reranker] algo.distill={reranker:policy}": "the module is not trained",
+    "algo=mt_ppo task=search_agent task.reward=privileged": "task.reward: got privileged, and nothing is; set",
+    "algo=grpo task=search_agent task.reward=privileged algo.privileged={agent:answers}": "algo=grpo reads none",
+    "algo=gigpo task=search_agent task.reward=turn task.privileged=mean": "task.privileged: got mean, which has no",
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_mistakes_are_named_before_anything_loads(words: str) -> None:
+    task = [] if "task=" in words else ["task=hotpotqa"]
+    problems = refused(*words.split(), *task, "model=tiny")
+    assert any(MISTAKES[words] in problem for problem in problems), problems
+    assert len(problems) == 1, problems
+
+
+def test_a_teacher_of_other_tokens_is_refused(random_model: str, tmp_path: Path, capsys: Any) -> None:
+    assert main(line_of(random_model, tmp_path / "run", "algo=distill", "algo.distill={answerer: tiny}")) == 2
+    assert "algo.distill.answerer: got 'tiny', whose tokenizer has other tokens than that of" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def vllm_like(tokenizer: Any, other: bool = False) -> Any:
+    """A server's replies: token number n of a row has log-probability -n / 100."""
+
+    def reply(seen: Seen) -> Scripted:
+        if seen.path == "/v1/models":
+            return Scripted({"data": [{"id": "big", "max_model_len": 4096}]})
+        if seen.path == "/tokenize":
+            ids = encode_text(tokenizer, seen.body["prompt"])
+            return Scripted({"tokens": [i + other for i in ids]})
+        assert seen.path == "/v1/completions" and seen.body["model"] == "big" and seen.body["prompt_logprobs"] == 0
+        rows = [{str(token): {"logprob": -n / 100}} for n, token in enumerate(seen.body["prompt"])]
+        return Scripted({"choices": [{"prompt_logprobs": [None, *rows[1:]]}]})
+
+    return reply
+
+
+def test_a_server_scores_token_ids(random_model: str, tmp_path: Path, capsys: Any) -> None:
+    tokenizer = load_tokenizer(ModelConfig(name="x", path=random_model))
+    start = load_model(ModelConfig(name="x", path=random_model), "cpu").eval()
+    with serving(vllm_like(tokenizer)) as (url, server):
+        run = run_of(random_model, tmp_path / "run", "algo=distill", f"algo.distill={{answerer: '{url}'}}")
+        asked = [seen.body for seen in server.seen if seen.path == "/v1/completions"]
+    forest, _ = read_step(run, 1)
+    taught = [call for call in forest.calls.values() if call.module == "answerer"]
+    assert taught and len(asked) >= len(taught)
+    for call in taught:
+        ours = logprobs(start, call.prompt_ids, call.completion_ids)
+        theirs = [-(len(call.prompt_ids) + t) / 100 for t in range(call.completion_tokens)]
+        assert call.distillation == pytest.approx([t - s for t, s in zip(theirs, ours, strict=True)], abs=2e-4)
+    with serving(vllm_like(tokenizer, other=True)) as (url, _):
+        line = line_of(random_model, tmp_path / "no", "algo=distill", f"algo.distill={{answerer: '{url}'}}")
+        assert main(line) == 2
+    assert "whose model 'big' has other tokens than the policy" in capsys.readouterr().err
+
+
+def test_turn_rewards_by_evidence_reach_the_credit(random_model: str, tmp_path: Path) -> None:
+    words = ["task=search_agent", "task.reward=privileged", "algo.privileged={agent: 'Answer: {answers}'}"]
+    run = run_of(random_model, tmp_path / "run", "algo=mt_grpo_variable", *words, "task.max_turns=2")
+    forest, entries = read_step(run, 1)
+    inner = [call for call in forest.calls.values() if forest.children[call.id]]
+    assert all((call.turn_reward is not None) == bool(forest.children[call.id]) for call in forest.calls.values())
+    by_call = {entry["call"]: entry for entry in entries}
+    assert all(by_call[call.id]["parts"]["turn"] == call.turn_reward for call in inner)
+    assert all(math.isfinite(call.facts["privileged_gain"]) for call in forest.calls.values() if call.completion_ids)
