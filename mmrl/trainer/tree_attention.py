@@ -25,13 +25,16 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from mmrl.models.load import causal_lm, unknown_layers
+from mmrl.models.load import HYBRIDS, causal_lm, unknown_layers
+from mmrl.trainer import tree_states
 from mmrl.trainer.tries import NodeSpan
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from torch.nn.attention.flex_attention import BlockMask
     from transformers import PreTrainedConfig, PreTrainedModel
+
+    from mmrl.trainer.tree_states import TreeStates
 
 IMPLEMENTATION = "mmrl_tree"
 """Name of the attention function in transformers' registry."""
@@ -65,6 +68,8 @@ class PrefixTree:
     """Tokens whose last hidden state is read, in rising order; None: all. Of others it is not computed on the CPU."""
     masks: dict[torch.device, BlockMask] = field(default_factory=dict)
     """Block masks by device, made once per pack: every layer uses the same one."""
+    states: dict[torch.device, TreeStates] = field(default_factory=dict)
+    """Likewise what recurrent layers use."""
 
     @property
     def tokens(self) -> int:
@@ -134,7 +139,7 @@ def unsupported_reason(model: PreTrainedModel | PeftModel) -> str | None:
     # `selfcheck` is the second line, behind the list of known families.
     causal = causal_lm(model)
     config = causal.config
-    if (reason := unknown_layers(causal)) is not None:
+    if (reason := unknown_layers(causal, HYBRIDS) or tree_states.missing(causal)) is not None:
         return reason
     if getattr(config, "attention_dropout", 0.0):
         return "its attention has dropout"
@@ -148,6 +153,8 @@ def last_parts(model: PreTrainedModel | PeftModel) -> tuple[torch.nn.Module, ...
     # Keys and values of the last layer are needed for every token; queries, output projection and MLP only where
     # somebody reads the result. In a prompt-heavy pack that is a small part of the tokens.
     layer = causal_lm(model).model.layers[-1]
+    if not hasattr(layer, "self_attn"):  # a recurrent layer
+        return (layer.mlp,)
     return layer.self_attn.q_proj, layer.self_attn.o_proj, layer.mlp
 
 
@@ -156,6 +163,7 @@ def install(model: PreTrainedModel | PeftModel) -> None:
     AttentionInterface.register(IMPLEMENTATION, attention)
     AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
     causal_lm(model).set_attn_implementation(IMPLEMENTATION)
+    tree_states.install(causal_lm(model))
 
 
 class AttentionModule(Protocol):
