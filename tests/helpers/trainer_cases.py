@@ -30,6 +30,8 @@ from tokenizers.models import WordLevel
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -63,6 +65,32 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 128,
     "initializer_range": 0.3,
 }
+HYBRID: dict[str, Any] = {
+    **SIZES,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5": ("qwen3_5_text", {}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", EXPERTS),
+    "qwen3_next": ("qwen3_next", EXPERTS),
+    "olmo_hybrid": (
+        "olmo_hybrid",
+        {"layer_types": ["linear_attention", "linear_attention", "full_attention"], "pad_token_id": 0},
+    ),
+}
+"""Models of gated delta nets beside attention, by name: type, and fields beside `HYBRID`'s."""
 LORA = LoraConfig(r=4, alpha=8)
 
 
@@ -73,6 +101,12 @@ def tiny_model(kind: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.fl
         sizes: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.3}
         dropout: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         made = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, **sizes, **dropout))
+    elif kind in HYBRIDS:
+        name, fields = HYBRIDS[kind]
+        made = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **{**HYBRID, **fields}))
+        for layer in made.model.layers:
+            if hasattr(layer, "linear_attn"):  # as initialised, a state forgets its parent's within a token or two
+                torch.nn.init.uniform_(layer.linear_attn.A_log, -5, -1)
     elif kind == "llama":
         made = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False))
     else:
