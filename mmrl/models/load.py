@@ -9,8 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, cast
+
+from packaging.version import Version
 
 from mmrl.config import ModelConfig
 from mmrl.config.base import SHIPPED, iter_leaves
@@ -190,7 +193,9 @@ FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3
 """Built like Llama: rotary positions, softmax attention over the whole context, logits that are the head's alone."""
 HYBRIDS = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM", "OlmoHybridForCausalLM")
 """Layers of such attention, or of experts behind it, beside gated delta nets, whose state is a function of the tokens
-before: what is shared is the state at the end of a prefix (`trainer.tree_states`)."""
+before: what is shared is the state at the end of a prefix."""
+HYBRIDS_SINCE = "5.15"
+"""Version of transformers, from which on their layers call functions of their file and hold their states alike."""
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 """RoPE kinds whose angles depend on the position alone."""
 
@@ -217,6 +222,8 @@ def unknown_layers(causal: PreTrainedModel, more: tuple[str, ...] = ()) -> str |
     name, config = type(causal).__name__, causal.config
     if name not in FAMILIES + more:
         return f"{name} is not one of {', '.join(FAMILIES + more)}"
+    if name in HYBRIDS and Version(version("transformers")) < Version(HYBRIDS_SINCE):
+        return f"its recurrent layers need transformers {HYBRIDS_SINCE}, {version('transformers')} is installed"
     if config._attn_implementation == "eager" or config._attn_implementation.startswith("flash"):
         return f"its attention is '{config._attn_implementation}'"
     layer_types = getattr(config, "layer_types", None)

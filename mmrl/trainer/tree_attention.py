@@ -139,7 +139,7 @@ def unsupported_reason(model: PreTrainedModel | PeftModel) -> str | None:
     # `selfcheck` is the second line, behind the list of known families.
     causal = causal_lm(model)
     config = causal.config
-    if (reason := unknown_layers(causal, HYBRIDS) or tree_states.missing(causal)) is not None:
+    if (reason := unknown_layers(causal, HYBRIDS)) is not None:
         return reason
     if getattr(config, "attention_dropout", 0.0):
         return "its attention has dropout"

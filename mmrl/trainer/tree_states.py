@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
-from packaging.version import Version
 from torch.nn import functional as F
 
 from mmrl.trainer.tries import NodeSpan
@@ -30,8 +28,6 @@ if TYPE_CHECKING:
 
 CHUNK = 64
 """Tokens that the delta rule takes at once; what is shorter it takes as one chunk of the next power of two."""
-LEAST_VERSION = "5.15"
-"""Of transformers, from which on the layers call functions of their file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,22 +156,11 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 """Functions of modelling files, by name, and what stands for them."""
 
 
-def missing(causal: PreTrainedModel) -> str | None:
-    """Return the reason why the recurrent layers of a known causal LM, if it has any, cannot share prefixes."""
-    if not _modelling_files(causal) or Version(transformers.__version__) >= Version(LEAST_VERSION):
-        return None
-    return f"its recurrent layers need transformers {LEAST_VERSION}, {transformers.__version__} is installed"
-
-
 def install(causal: PreTrainedModel) -> None:
     """Let the recurrent layers of a causal LM know packs; without a pack they are as before."""
-    for name in _modelling_files(causal):
+    files = {type(layer.linear_attn).__module__ for layer in causal.model.layers if hasattr(layer, "linear_attn")}
+    for file in files:
         for function, known in FUNCTIONS.items():
-            original = getattr(sys.modules[name], function)
+            original = getattr(sys.modules[file], function)
             if not isinstance(original, functools.partial):
-                setattr(sys.modules[name], function, functools.partial(known, original))
-
-
-def _modelling_files(causal: PreTrainedModel) -> set[str]:
-    layers = causal.model.layers
-    return {type(layer.linear_attn).__module__ for layer in layers if hasattr(layer, "linear_attn")}
+                setattr(sys.modules[file], function, functools.partial(known, original))

@@ -137,7 +137,11 @@ def test_half_precision_lora_is_applied_beside_the_weights() -> None:
 
 
 def come_and_go(
-    dice: random.Random, draw: Callable[[], list[list[int]]], policy: Any = None, forks: bool = False
+    dice: random.Random,
+    draw: Callable[[], list[list[int]]],
+    policy: Any = None,
+    forks: bool = False,
+    loop: Callable[[Any], Any] = NativeLoop,
 ) -> None:
     """Any sequence of joining, leaving and decoding leaves each row with the logits it has alone.
 
@@ -146,7 +150,7 @@ def come_and_go(
         forks: rows that join may also go on from what a row holds by then.
     """
     policy = model(seed=3) if policy is None else policy
-    own = NativeLoop(policy)
+    own = loop(policy)
     rows: list[list[int]] = []
     last: list[torch.Tensor] = []
     with torch.no_grad():
@@ -176,6 +180,15 @@ def come_and_go(
 def test_rows_that_come_and_go_have_the_logits_that_they_have_alone(seed: int, together: bool) -> None:
     """Whatever they share (a header, a whole prompt, nothing), also where they read it together."""
     dice = random.Random(seed)
+    with pytest.MonkeyPatch.context() as patch:
+        if together:
+            patch.setattr(shared_prefix, "LEAST_TOKENS", 8)
+            patch.setattr(shared_prefix, "LEAST_BYTES", {"cpu": 1})
+        come_and_go(dice, headed(dice))
+
+
+def headed(dice: random.Random) -> Callable[[], list[list[int]]]:
+    """Draws prompts that share headers, end within one, or are the same."""
     headers = [[dice.randrange(VOCABULARY) for _ in range(dice.randint(20, 60))] for _ in range(2)]
 
     def draw() -> list[list[int]]:
@@ -184,11 +197,7 @@ def test_rows_that_come_and_go_have_the_logits_that_they_have_alone(seed: int, t
         new = [[*dice.choice(headers), *tail][: dice.choice((None, 18))] for tail in tails]
         return new + [list(new[0]) for _ in range(dice.randint(0, 3))]
 
-    with pytest.MonkeyPatch.context() as patch:
-        if together:
-            patch.setattr(shared_prefix, "LEAST_TOKENS", 8)
-            patch.setattr(shared_prefix, "LEAST_BYTES", {"cpu": 1})
-        come_and_go(dice, draw)
+    return draw
 
 
 def test_a_pass_wider_than_the_rows_that_it_begins() -> None:
@@ -258,7 +267,7 @@ def test_places_of_rows_that_have_left_go_where_the_others_grow() -> None:
     assert_logits_of(policy, [[*ids, 3] for ids in (prompts[7], prompts[30], long)], logits)
 
 
-def forwarded(own: NativeLoop, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def forwarded(own: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Lengths of the segments that are forwarded from now on."""
     seen: list[int] = []
     forward = own._forward_segments
@@ -287,7 +296,11 @@ def test_equal_prompts_and_a_shared_header_are_forwarded_once_and_found_again(mo
 
 def test_a_later_turn_goes_on_from_the_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = model()
-    own = NativeLoop(policy)
+    later_turns(policy, NativeLoop(policy), monkeypatch)
+
+
+def later_turns(policy: Any, own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each turn but the first two forwards what is new alone."""
     seen = forwarded(own, monkeypatch)
     dice = random.Random(0)
     ids = [dice.randrange(VOCABULARY) for _ in range(70)]

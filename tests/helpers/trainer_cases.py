@@ -30,8 +30,6 @@ from tokenizers.models import WordLevel
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -51,6 +49,7 @@ from mmrl.trainer.settings import Settings
 from mmrl.trainer.sharding import gather_tensor
 from mmrl.trainer.trl_trainer import MmrlTrainer, Update
 from scripts.chaos.compare import comparable
+from tests.helpers.hybrids import HYBRIDS, hybrid_model
 
 torch.set_num_threads(1)
 logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -65,32 +64,6 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 128,
     "initializer_range": 0.3,
 }
-HYBRID: dict[str, Any] = {
-    **SIZES,
-    "num_hidden_layers": 3,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 6,
-}
-EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-}
-HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3_5": ("qwen3_5_text", {}),
-    "qwen3_5_moe": ("qwen3_5_moe_text", EXPERTS),
-    "qwen3_next": ("qwen3_next", EXPERTS),
-    "olmo_hybrid": (
-        "olmo_hybrid",
-        {"layer_types": ["linear_attention", "linear_attention", "full_attention"], "pad_token_id": 0},
-    ),
-}
-"""Models of gated delta nets beside attention, by name: type, and fields beside `HYBRID`'s."""
 LORA = LoraConfig(r=4, alpha=8)
 
 
@@ -102,11 +75,7 @@ def tiny_model(kind: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.fl
         dropout: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         made = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, **sizes, **dropout))
     elif kind in HYBRIDS:
-        name, fields = HYBRIDS[kind]
-        made = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **{**HYBRID, **fields}))
-        for layer in made.model.layers:
-            if hasattr(layer, "linear_attn"):  # as initialised, a state forgets its parent's within a token or two
-                torch.nn.init.uniform_(layer.linear_attn.A_log, -5, -1)
+        made = hybrid_model(kind, VOCAB, seed, max_position_embeddings=128)
     elif kind == "llama":
         made = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False))
     else:

@@ -19,11 +19,12 @@ from mmrl.trainer import tree_states, tries
 from mmrl.trainer.objective import TrainCall
 from mmrl.trainer.tree_attention import PrefixTree, install, unsupported_reason
 from mmrl.trainer.tries import TrieLayout, build_tries, flatten
-from tests.helpers.trainer_cases import HYBRIDS, VOCAB, gradients, make_calls, make_trainer, tiny_model, with_changes
+from tests.helpers.hybrids import HYBRIDS
+from tests.helpers.trainer_cases import VOCAB, gradients, make_calls, make_trainer, tiny_model, with_changes
 from tests.trainer.test_tries import sequences
 
 Rows = list[tuple[int, ...]]
-FREE = {"MERGE_COST": 0.0, "NODE_COST": 0}
+FREE: dict[str, Any] = {"MERGE_COST": 0.0, "NODE_COST": 0}
 """Sharing costs nothing, so all that can be is shared."""
 
 
@@ -52,7 +53,7 @@ def by_path(
         parts.append(compute(*(x[where] for x in inputs)))
     result = torch.cat(parts)
     weights = torch.linspace(1, 2, result[0].numel(), dtype=torch.float64).view(result[0].shape)
-    return result, list(torch.autograd.grad((result * weights).sum(), inputs)) + [torch.tensor(places), weights]
+    return result, [*torch.autograd.grad((result * weights).sum(), inputs), torch.tensor(places), weights]
 
 
 def recurrence(q: Any, k: Any, v: Any, g: Any, beta: Any) -> torch.Tensor:
@@ -186,7 +187,7 @@ def test_log_probabilities_and_gradients_are_those_of_each_row_alone(kind: str, 
     @settings(max_examples=8)
     @given(ragged())
     def check(rows: Rows) -> None:
-        rows = [tuple(2 + token for token in row[:100]) + (number + 5,) for number, row in enumerate(rows)]
+        rows = [(*(2 + token for token in row[:100]), number + 5) for number, row in enumerate(rows)]
         compare(rows)
 
     def compare(rows: Rows) -> None:
@@ -213,7 +214,9 @@ def test_in_bfloat16_packing_adds_no_more_than_rounding(kind: str, tmp_path: Pat
     calls = calls_of(DEEP)
     truth = plain(exact, calls)
     sides = packed(trainer, calls), plain(half, calls)
-    far = [float(torch.cat([(a - b).detach().abs() for a, b in zip(side, truth, strict=True)]).mean()) for side in sides]
+    far = [
+        float(torch.cat([(a - b).detach().abs() for a, b in zip(side, truth, strict=True)]).mean()) for side in sides
+    ]
     assert far[0] < 2 * far[1] + 1e-3
     reference = gradient(exact, truth)
     cosines = [torch.cosine_similarity(gradient(half, side), reference, dim=0) for side in sides]
@@ -238,9 +241,7 @@ def test_an_update_has_the_gradients_of_padded_rows(checkpointing: bool, tmp_pat
 def test_the_self_check_refuses_nodes_that_forget_their_parents(
     lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = tree_states.TreeStates
-
-    class Forgetful(made):
+    class Forgetful(tree_states.TreeStates):
         def __init__(self, *arguments: Any):
             super().__init__(*arguments)
             if lost == "states":
@@ -269,7 +270,7 @@ def test_without_a_pack_the_layers_are_as_before() -> None:
 
 
 def test_an_older_transformers_has_no_place_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transformers.__version__", "5.14.2")
+    monkeypatch.setattr("mmrl.models.load.version", lambda package: "5.14.2")
     assert unsupported_reason(tiny_model("qwen3_5")) == (
         "its recurrent layers need transformers 5.15, 5.14.2 is installed"
     )

@@ -99,6 +99,12 @@ class HFLoop:
     def _forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Forward the newest columns: (rows, new tokens) ids under a (rows, all tokens) mask -> (rows, V) logits."""
         self._mask = mask
+        logits, self._cache = self._call(ids, mask, self._cache)
+        return logits
+
+    def _call(
+        self, ids: torch.Tensor, mask: torch.Tensor, cache: DynamicCache | None
+    ) -> tuple[torch.Tensor, DynamicCache]:
         extra: dict[str, object] = dict(self._last_only)
         if self._positions:
             # Counted over real tokens: padding must not shift the rotary angles of a prompt.
@@ -108,14 +114,12 @@ class HFLoop:
             output = self.model(
                 input_ids=ids,
                 attention_mask=mask,
-                past_key_values=self._cache,
+                past_key_values=cache,
                 use_cache=True,
                 return_dict=True,
                 **extra,
             )
-        self._cache = output.past_key_values
-        logits: torch.Tensor = output.logits[:, -1]
-        return logits
+        return output.logits[:, -1], output.past_key_values
 
     @contextmanager
     def using_adapter(self) -> Iterator[None]:

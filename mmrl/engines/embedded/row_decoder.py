@@ -23,6 +23,7 @@ from mmrl.engines.embedded.decode import NativeLoop
 from mmrl.engines.embedded.hf_loop import HFLoop, WholeRows
 from mmrl.engines.embedded.pending import PendingRequest
 from mmrl.engines.embedded.sampling import sample
+from mmrl.engines.embedded.state_loop import StateLoop, serves
 from mmrl.errors import ConfigError, EngineFailure
 from mmrl.models.selfcheck import CheckRow, Way, logprobs_of, padding_noise, plain_logprobs
 
@@ -37,6 +38,7 @@ ONE_THREAD_WORK = 20_000_000
 Loop: TypeAlias = NativeLoop | HFLoop
 WORDS: Mapping[type[Loop], str] = {
     NativeLoop: "the native decoder",
+    StateLoop: "generation by the model's own forward, what prompts share once",
     HFLoop: "generation by the model's own forward",
     WholeRows: "generation without a cache",
 }
@@ -79,15 +81,17 @@ class RowDecoder:
         models = list(dict.fromkeys(model for model, _ in weights.values()))
         self.parameters = sum(parameter.numel() for parameter in models[0].parameters())
         self.device = next(models[0].parameters()).device.index
-        native = {model: _is_native(model, config.loop) for model in models}
+        kinds = {model: _loop_kind(model, config.loop) for model in models}
         self.loops: dict[str, Loop] = {}
         # In half precision the adapters of a model share the base weights that the first of them reads.
         self._base: NativeLoop | None = None
         for name, (model, adapter) in weights.items():
-            if native[model]:
+            if kinds[model] is NativeLoop:
                 loop = NativeLoop(model, config.batch_tokens, adapter, self._base)
                 self._base = self._base or (loop if adapter is not None else None)
                 self.loops[name] = loop
+            elif kinds[model] is StateLoop:
+                self.loops[name] = StateLoop(model, adapter, config.batch_tokens)
             else:
                 self.loops[name] = HFLoop(model, adapter)
         self._unchecked = set(self.loops) if checked else set()
@@ -248,7 +252,7 @@ class RowDecoder:
                 fault = f"{words} fails ({type(error).__name__}: {error})"
             if not fault:
                 return way
-            following = {NativeLoop: HFLoop, HFLoop: WholeRows}.get(type(loop))
+            following = {NativeLoop: HFLoop, StateLoop: HFLoop, HFLoop: WholeRows}.get(type(loop))
             if following is None:
                 raise ConfigError(f"model.path: the engine cannot serve this model: against its plain forward, {fault}")
             self.loops[name] = following(model, adapter)
@@ -307,11 +311,15 @@ def _replayed(loop: Loop, rows: Sequence[CheckRow]) -> list[list[float]]:
     return found
 
 
-def _is_native(model: torch.nn.Module, choice: str) -> bool:
-    """Return True if the native decoder serves a model, with a warning where it does not know it."""
-    reason = unsupported(model) if choice != "hf" else None
-    if reason is not None and choice == "own":
+def _loop_kind(model: torch.nn.Module, choice: str) -> type[Loop]:
+    """Return the fastest loop that knows a model's layers, with a warning where it is a slow one."""
+    if choice == "hf":
+        return HFLoop
+    if (reason := unsupported(model)) is None:
+        return NativeLoop
+    if serves(model):
+        return StateLoop
+    if choice == "own":
         raise ConfigError(f"engine.loop: got 'own', which cannot serve this model: {reason}; use auto or hf")
-    if reason is not None:
-        LOG.warning("engine.loop=auto: the model's own forward generates (slower), since %s", reason)
-    return reason is None and choice != "hf"
+    LOG.warning("engine.loop=auto: the model's own forward generates (slower), since %s", reason)
+    return HFLoop
