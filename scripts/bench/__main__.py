@@ -1,6 +1,7 @@
 """The CPU suite: `python -m scripts.bench [only=update,step] [threads=1]` (`make bench`), under ten minutes when idle.
 
-With `model=smollm2_135m` those of a real model's shape, with random weights: about an hour (`make bench model=…`).
+With `model=smollm2_135m` those of a real model's shape, with random weights: about an hour (`make bench model=…`); with
+`model=hybrid` those of a small Qwen 3.5.
 `python -m scripts.bench NAME [option=value ...]` runs one bench alone, with the options of its file.
 
 Every bench of the suite runs in a separate process, so that none sees another's memory or settings. One table at the
@@ -41,7 +42,12 @@ LARGE: dict[str, list[str]] = {
     "rollout": ["shapes=shared,one", "repeats=1", "brief=1", "model=smollm2_135m"],
 }
 """Options with `model=smollm2_135m`: two groups of a shape, of which a peer's update takes minutes."""
-SUITES = {"1M": SUITE, "smollm2_135m": LARGE}
+HYBRID: dict[str, list[str]] = {
+    "update": ["shape=is,fof,search,long", "repeats=1", "micro=4", "model=hybrid"],
+    "rollout": ["shapes=short,fork,shared", "repeats=1", "model=hybrid"],
+}
+"""Options with `model=hybrid`, whose numbers have no bars."""
+SUITES = {"1M": SUITE, "smollm2_135m": LARGE, "hybrid": HYBRID}
 BENCHES = (*SUITE, "retrieval")
 
 

@@ -31,6 +31,8 @@ MODELS = {
     "1M": Shape(layers=4, hidden=128, heads=4, kv_heads=2, head_dim=32, intermediate=384, vocab=2048, tied=True),
     "smollm2_135m": KNOWN["HuggingFaceTB/SmolLM2-135M-Instruct"],
 }
+MODELS["hybrid"] = MODELS["1M"]
+"""Of these layers three of four are gated delta nets, as in Qwen 3.5."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +81,19 @@ def options(arguments: Sequence[str], known: Mapping[str, str]) -> dict[str, str
 
 
 def make_model(size: str, matmul: str = "torch") -> Any:
-    """A random Qwen3 of one of the sizes in `MODELS`, or SmolLM2's Llama; `matmul` as `model.matmul`."""
-    kind = transformers.LlamaConfig if size == "smollm2_135m" else transformers.Qwen3Config
-    model = random_model(MODELS[size], kind)
+    """A random Qwen3 of one of the sizes in `MODELS`, SmolLM2's Llama or a Qwen 3.5; `matmul` as `model.matmul`."""
+    kinds = {"smollm2_135m": transformers.LlamaConfig, "hybrid": hybrid_config}
+    model = random_model(MODELS[size], kinds.get(size, transformers.Qwen3Config))
     if matmul == "onednn":
         use_onednn(model)
     return model
+
+
+def hybrid_config(**fields: Any) -> Any:
+    """A config of Qwen 3.5's text model, whose recurrent heads are as many and as wide as the others."""
+    heads = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), fields["num_attention_heads"])
+    widths = dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), fields["head_dim"])
+    return transformers.AutoConfig.for_model("qwen3_5_text", **fields, **heads, **widths)
 
 
 def random_model(

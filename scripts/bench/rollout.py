@@ -170,7 +170,12 @@ def measure(args: dict[str, str]) -> Measured:
         if shape.kind in kinds
     ]
     bars = [
-        Bar(f"engine: generate / mmrl, {line['shape']}", line["ratio_generate"], BARS[line["kind"]], **line["tokens"])
+        Bar(
+            f"engine: generate / mmrl, {line['shape']}",
+            line["ratio_generate"],
+            BARS[line["kind"]] if size != "hybrid" else None,  # there are no bars for it
+            **line["tokens"],
+        )
         for line in lines
     ]
     return bars, {"model": size, "lines": lines}

@@ -119,11 +119,12 @@ def measure(args: dict[str, str]) -> Measured:
     matmul = expect_some_of("matmul", args["matmul"], ("torch", "onednn"))
     print(f"{args['model']}, {args['threads']} threads, load {os.getloadavg()}", flush=True)
     lines = [measure_shape(name, args, matmul) for name in expect_some_of("shape", args["shape"], SHAPES)]
+    limited = args["model"] != "hybrid"  # there are no bars for it
     bars = [
         Bar(
             f"update: {words} / mmrl{f' ({product})' if len(matmul) > 1 else ''}, {line['shape']}",
             ratios[against],
-            bar if product == (matmul[0] if against == "padded" else matmul[-1]) else None,
+            bar if product == (matmul[0] if against == "padded" else matmul[-1]) and limited else None,
             **line["tokens"],
         )
         for line in lines

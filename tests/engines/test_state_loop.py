@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mmrl.config import ModelConfig
 from mmrl.config.engines import TransformersConfig
 from mmrl.engines.base import EngineSetup
 from mmrl.engines.embedded.hf_loop import HFLoop
@@ -118,23 +119,30 @@ def test_the_engine_takes_it_for_hybrids_quietly(
     assert all(made)
 
 
-def test_a_state_that_is_lost_is_noticed_on_the_first_prompts(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("at_load", [True, False])
+def test_a_state_that_is_lost_is_noticed_before_it_is_used(
+    at_load: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    right = StateLoop._made
+    right = StateLoop._forward_segments
 
-    def lost(loop: StateLoop, parts: Any) -> Any:
-        return right(loop, [part if part.shape[-1] != 6 else 0 * part for part in parts])
+    def lost(loop: StateLoop, segments: Any) -> torch.Tensor:
+        for part in segments[0].parent.cache if segments[0].parent else ():
+            if part.shape[-1] == 6:
+                part.zero_()
+        return right(loop, segments)
 
-    monkeypatch.setattr(StateLoop, "_made", lost)
-    served = TransformersEngine(POLICIES["qwen3_5"], tokenizer(), TransformersConfig(), EngineSetup(threads=1))
-    asked = [request([*HEADER, *HEADER, *[7] * 60, i], i, max_tokens=4) for i in range(3)]
+    monkeypatch.setattr(StateLoop, "_forward_segments", lost)
+    weights = ModelConfig(name="test", path="tiny") if at_load else None
+    policy = POLICIES["qwen3_5"]
+    served = TransformersEngine(policy, tokenizer(), TransformersConfig(), EngineSetup(threads=1, weights=weights))
+    assert (type(served.decoder.loops[""]) is HFLoop) == at_load
+    asked = [request([*HEADER[:20], 7, *[8] * i], i, max_tokens=4) for i in range(3)]
     made = generate(served, asked)
     assert type(served.decoder.loops[""]) is HFLoop
-    assert "what prompts share once differ by" in caplog.text
+    assert "shared prefixes once differ by" in caplog.text
     with torch.no_grad():
         for one, completion in zip(asked, made, strict=True):
-            logits = POLICIES["qwen3_5"](torch.tensor([one.prompt_ids + completion.ids])).logits[0].log_softmax(-1)
+            logits = policy(torch.tensor([one.prompt_ids + completion.ids])).logits[0].log_softmax(-1)
             expected = [float(logits[len(one.prompt_ids) - 1 + t, token]) for t, token in enumerate(completion.ids)]
             assert completion.logprobs == pytest.approx(expected, abs=2e-5)
 

@@ -61,6 +61,9 @@ class HFLoop:
     def forget(self) -> None:
         """Do nothing: batches share nothing."""
 
+    def share_all(self) -> None:
+        """Do nothing: batches share nothing."""
+
     def prefill(self, rows: Sequence[BatchRow]) -> torch.Tensor:
         """Do as `NativeLoop.prefill`, only with no rows in flight."""
         width = max(len(row.prompt_ids) for row in rows)

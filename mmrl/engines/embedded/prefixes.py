@@ -72,6 +72,7 @@ class PrefixStore:
         self.limit = limit
         self.state_tokens = state_tokens
         self.tokens = 0
+        self.least_shared, self.least_saved = LEAST_SHARED, LEAST_SAVED
         self.continued = False
         """True if a prompt ever went on after a completion (a turn later): then finished rows are worth keeping."""
         # Sorted ids beside each dict: the sequence with the longest common prefix stands next to where a prompt would
@@ -83,6 +84,10 @@ class PrefixStore:
 
     def __len__(self) -> int:
         return len(self._stored)
+
+    def share_all(self) -> None:
+        """Let prompts share what does not pay too: a check of how they share sees few tokens."""
+        self.least_shared = self.least_saved = 1
 
     def add(self, segment: PrefixSegment) -> None:
         """Store a segment whose cache is filled."""
@@ -178,7 +183,7 @@ def plan(prompts: Sequence[Ids], store: PrefixStore) -> list[PrefixSegment]:
         if len(group) == 1:
             prompt = group[0]
             common = min(store.meet(prompt), len(prompt) - 1)
-            if common - start >= LEAST_SAVED:  # shared with one that came before: the next to come shall find it
+            if common - start >= store.least_saved:  # shared with one that came before: the next to come shall find it
                 parent = PrefixSegment(prompt[:common], start, parent)
                 start = common
                 segments.append(parent)
@@ -188,7 +193,7 @@ def plan(prompts: Sequence[Ids], store: PrefixStore) -> list[PrefixSegment]:
         length = min(common, min(len(prompt) for prompt in group) - 1)
         # One more pass costs about as much as LEAST_SAVED tokens in a pass that runs anyway, so a shared part is cut
         # off only where all siblings together save more.
-        if length - start >= LEAST_SHARED and (len(group) - 1) * (length - start) >= LEAST_SAVED:
+        if length - start >= store.least_shared and (len(group) - 1) * (length - start) >= store.least_saved:
             parent = PrefixSegment(group[0][:length], start, parent)
             start = length
             segments.append(parent)

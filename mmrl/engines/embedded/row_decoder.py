@@ -38,7 +38,7 @@ ONE_THREAD_WORK = 20_000_000
 Loop: TypeAlias = NativeLoop | HFLoop
 WORDS: Mapping[type[Loop], str] = {
     NativeLoop: "the native decoder",
-    StateLoop: "generation by the model's own forward, what prompts share once",
+    StateLoop: "the model's own forward, shared prefixes once",
     HFLoop: "generation by the model's own forward",
     WholeRows: "generation without a cache",
 }
@@ -293,6 +293,7 @@ def _replayed(loop: Loop, rows: Sequence[CheckRow]) -> list[list[float]]:
     ]
     found: list[list[float]] = [[] for _ in rows]
     loop.start()
+    loop.share_all()
     try:
         logits, alive = loop.prefill(made), list(range(len(rows)))
         while alive:

@@ -68,6 +68,11 @@ class StateLoop(HFLoop):
         self._store = PrefixStore(self.stored_tokens, self._state_tokens)
 
     @override
+    def share_all(self) -> None:
+        """See `NativeLoop.share_all`."""
+        self._store.share_all()
+
+    @override
     def prefill(self, rows: Sequence[BatchRow]) -> Tensor:
         """See `NativeLoop.prefill`."""
         prompts = list(dict.fromkeys(row.prompt_ids for row in rows))
