@@ -63,9 +63,8 @@ class TreeStates:
             shapes.setdefault((len(path), chunk, -(-size // chunk)), []).append(number)
             path.append(number)
         self.batches = [self._batch(shapes[shape], shape[1]) for shape in sorted(shapes)]
-        order = torch.cat([batch.tokens[batch.tokens < self.length] for batch in self.batches])
-        self.places = order.argsort()
-        """(N,) int64: where each token of the pack stands in the batches, one after the other, without padding."""
+        self.places = torch.cat([batch.tokens.flatten() for batch in self.batches]).argsort()[: self.length]
+        """(N,) int64: where each token of the pack stands in the batches, one after the other, padding included."""
         self._windows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def _batch(self, nodes: Sequence[int], chunk: int) -> NodeBatch:
@@ -115,8 +114,9 @@ def _convolve(
     if tree is None:
         return original(hidden, weight, *args, **kwargs)
     rows, places = _states(tree, hidden.device).windows(weight.shape[-1])
-    # One zero more: what a root's first tokens see before them.
-    return original(F.pad(hidden, (0, 1))[..., rows], weight, *args, **kwargs)[..., places]
+    # One zero more: what a root's first tokens see before them. `index_select`, since x[rows] has a slow backward pass.
+    before = F.pad(hidden, (0, 1)).index_select(-1, rows)
+    return original(before, weight, *args, **kwargs).index_select(-1, places)
 
 
 def _delta_rule(
@@ -140,13 +140,16 @@ def _delta_rule(
     results: list[torch.Tensor] = []
     for batch in plan.batches:
         initial = torch.stack([states[parent] for parent in batch.parents]) if batch.parents else None
-        queries, keys, values, decays, rates = (x[batch.tokens] for x in padded)
+        shape = batch.tokens.shape
+        queries, keys, values, decays, rates = (
+            x.index_select(0, batch.tokens.flatten()).unflatten(0, shape) for x in padded
+        )
         kwargs |= {"initial_state": initial, "output_final_state": not batch.ends, "chunk_size": batch.chunk}
         result, final = original(queries, keys, values, g=decays, beta=rates, **kwargs)
         if final is not None:
             states |= zip(batch.nodes, final, strict=True)
-        results.append(result[batch.tokens < plan.length])
-    return torch.cat(results)[None, plan.places], None
+        results.append(result.flatten(0, 1))
+    return torch.cat(results).index_select(0, plan.places)[None], None
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
