@@ -9,8 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, cast
+
+from packaging.version import Version
 
 from mmrl.config import ModelConfig
 from mmrl.config.base import SHIPPED, iter_leaves
@@ -188,6 +191,11 @@ def load_configs(model: ModelConfig) -> tuple[PreTrainedConfig, GenerationConfig
 # state) would compute and train on wrong hidden states without an error.
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Built like Llama: rotary positions, softmax attention over the whole context, logits that are the head's alone."""
+HYBRIDS = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM", "OlmoHybridForCausalLM")
+"""Layers of such attention, or of experts behind it, beside gated delta nets, whose state is a function of the tokens
+before: what is shared is the state at the end of a prefix."""
+HYBRIDS_SINCE = "5.15"
+"""Version of transformers, from which on their layers call functions of their file and hold their states alike."""
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 """RoPE kinds whose angles depend on the position alone."""
 
@@ -209,15 +217,17 @@ def causal_lm(model: torch.nn.Module) -> PreTrainedModel:
     return cast("PreTrainedModel", getattr(model, "get_base_model", lambda: model)())
 
 
-def unknown_layers(causal: PreTrainedModel) -> str | None:
-    """Return the reason why a causal LM's layers are not those that engine and trainer are written for, or None."""
+def unknown_layers(causal: PreTrainedModel, more: tuple[str, ...] = ()) -> str | None:
+    """Return the reason why a causal LM's layers are not those of `FAMILIES`, or of `more`; None where they are."""
     name, config = type(causal).__name__, causal.config
-    if name not in FAMILIES:
-        return f"{name} is not one of {', '.join(FAMILIES)}"
+    if name not in FAMILIES + more:
+        return f"{name} is not one of {', '.join(FAMILIES + more)}"
+    if name in HYBRIDS and Version(version("transformers")) < Version(HYBRIDS_SINCE):
+        return f"its recurrent layers need transformers {HYBRIDS_SINCE}, {version('transformers')} is installed"
     if config._attn_implementation == "eager" or config._attn_implementation.startswith("flash"):
         return f"its attention is '{config._attn_implementation}'"
     layer_types = getattr(config, "layer_types", None)
-    if any(kind != "full_attention" for kind in layer_types or ()):
+    if not {*(layer_types or ())} <= {"full_attention", "linear_attention"}:
         return "some of its layers do not attend to the whole context"
     if layer_types is None and getattr(config, "sliding_window", None) is not None:
         return "its attention is limited to a sliding window"

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from mmrl.errors import ConfigError
-from mmrl.models.attending import attended_layers, install
-from mmrl.models.load import unknown_layers
+from mmrl.models.attending import attended_layers
+from mmrl.models.load import HYBRIDS, causal_lm, unknown_layers
 from mmrl.models.selfcheck import CheckRow, Way, evaluating, plain_logprobs
 from mmrl.records import Call
 from mmrl.trainer.logprobs import score
 from mmrl.trainer.objective import TrainCall
 from mmrl.trainer.packing import make_packs
-from mmrl.trainer.tree_attention import last_parts, unsupported_reason
+from mmrl.trainer.tree_attention import install, last_parts, unsupported_reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,7 +49,7 @@ def choose_packing(packing: str, model: PreTrainedModel) -> bool:
 
 
 def _varlen_fault(model: PreTrainedModel) -> str | None:
-    layers = attended_layers(model)
+    layers = [] if type(causal_lm(model)).__name__ in HYBRIDS else attended_layers(model)
     if model.device.type != "cuda":
         return f"its kernel is for CUDA, and the device is {model.device.type}"
     if model.dtype == torch.float32:

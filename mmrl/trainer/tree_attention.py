@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from mmrl.models import attending
 from mmrl.models.attending import AttentionCall, NotPlain, attended_layers
-from mmrl.models.load import causal_lm
-from mmrl.trainer import varlen_attention
+from mmrl.models.load import HYBRIDS, causal_lm, unknown_layers
+from mmrl.trainer import tree_states, varlen_attention
 from mmrl.trainer.tree_kernels import FLASH, Kernel, KernelCall, TreeAttention, WrittenOut
 from mmrl.trainer.tries import NodeSpan
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from torch.nn.attention.flex_attention import AuxOutput, BlockMask
     from transformers import PreTrainedModel
+
+    from mmrl.trainer.tree_states import TreeStates
 
 LARGE, PIECE = 256, 256
 """On the CPU, a node that this many tokens see is attended to in pieces of at most so many keys: the kernels cut the
@@ -52,6 +55,8 @@ class PrefixTree:
     """Calls by window, of all tokens or of those in `read`."""
     stretches: dict[tuple[torch.device, int | None], list[varlen_attention.VarlenCall]] = field(default_factory=dict)
     """Calls of the varlen kernel by device and window."""
+    states: dict[torch.device, TreeStates] = field(default_factory=dict)
+    """What recurrent layers use, by device, made once per pack."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Attend for one layer, (1, heads, N, D) to (1, N, heads, D)."""
@@ -199,11 +204,24 @@ def _runs(read: Sequence[int], span: NodeSpan) -> Iterator[tuple[int, int, bool]
 
 def unsupported_reason(model: PreTrainedModel | PeftModel) -> str | None:
     """Return the reason why the layers of this causal LM (wrapped by peft or not) cannot share prefixes, or None."""
-    try:
-        attended_layers(model)
-    except NotPlain as reason:
-        return str(reason)
-    return "its attention has dropout" if getattr(causal_lm(model).config, "attention_dropout", 0.0) else None
+    causal = causal_lm(model)
+    if type(causal).__name__ in HYBRIDS:
+        reason = unknown_layers(causal, HYBRIDS)
+    else:
+        try:
+            attended_layers(model)
+            reason = None
+        except NotPlain as fault:
+            reason = str(fault)
+    dropout = getattr(causal.config, "attention_dropout", None)
+    return "its attention has dropout" if reason is None and dropout else reason
+
+
+def install(model: PreTrainedModel | PeftModel) -> None:
+    """Set a causal LM to the layers that know packs; without a pack they are as before."""
+    attending.install(model)
+    if type(causal_lm(model)).__name__ in HYBRIDS:
+        tree_states.install(causal_lm(model))
 
 
 def last_parts(model: PreTrainedModel | PeftModel) -> tuple[torch.nn.Module, ...]:
@@ -211,9 +229,12 @@ def last_parts(model: PreTrainedModel | PeftModel) -> tuple[torch.nn.Module, ...
     # Keys and values of the last layer are needed for every token; queries, output projection and MLP only where
     # somebody reads the result. In a prompt-heavy pack that is a small part of the tokens.
     layers = getattr(causal_lm(model).base_model, "layers", None)
-    if layers is None or not hasattr(layers[-1], "self_attn"):
+    if not layers:
         return ()
-    attention = layers[-1].self_attn
+    # A recurrent layer has none.
+    attention = getattr(layers[-1], "self_attn", None)
+    if attention is None and type(causal_lm(model)).__name__ not in HYBRIDS:
+        return ()
     parts = [getattr(attention, "q_proj", None), getattr(attention, "o_proj", None), getattr(layers[-1], "mlp", None)]
     return tuple(part for part in parts if isinstance(part, torch.nn.Module))
 

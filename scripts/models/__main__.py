@@ -29,6 +29,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 LOOPS = {
     "the native decoder": "native decoder",
     "the model's own layers over shared prefixes": "its own layers, shared prefixes once",
+    "the model's own forward, shared prefixes once": "its own forward, shared prefixes once",
     "generation by the model's own forward": "its own forward, with its cache",
     "generation without a cache": "its own forward, without a cache",
 }

@@ -22,8 +22,14 @@ from mmrl.engines.embedded.transformers_engine import TransformersEngine
 from mmrl.errors import EngineFailure, LengthFailure
 from tests.engines.test_decode import forwarded, row
 from tests.helpers.engines import EOS, VOCABULARY, generate, model, request, tokenizer
+from tests.helpers.hybrids import hybrid_model
 
-LOOPS = ["own", "hf"]
+LOOPS = ["own", "hf", "states"]
+
+
+def policy_for(loop: str, scale: float = 0.4) -> Any:
+    """A model that the loop serves."""
+    return hybrid_model("qwen3_5", VOCABULARY, initializer_range=scale) if loop == "states" else model(scale=scale)
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +39,7 @@ def _one_thread() -> None:
 
 def engine(policy: torch.nn.Module, loop: Any = "hf", **options: Any) -> TransformersEngine:
     settings: dict[str, Any] = {key: options.pop(key) for key in ("schedule", "batch_tokens") if key in options}
+    loop = "own" if loop == "states" else loop
     return TransformersEngine(
         policy, tokenizer(), TransformersConfig(loop=loop, **settings), EngineSetup(threads=1, **options)
     )
@@ -55,7 +62,7 @@ def recomputed(policy: torch.nn.Module, asked: Request, made: Completion) -> lis
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("schedule", ["deterministic", "greedy"])
 def test_logprobs_equal_a_plain_forward(loop: str, schedule: str) -> None:
-    policy = model()
+    policy = policy_for(loop)
     asked = [
         request(prompt, index, temperature=(0.0, 0.6, 1.0, 1.7)[index % 4], top_p=(1.0, 0.8)[index % 2], max_tokens=20)
         for index, prompt in enumerate(prompts(10))
@@ -69,7 +76,7 @@ def test_logprobs_equal_a_plain_forward(loop: str, schedule: str) -> None:
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_request_alone_and_in_a_batch_draws_the_same_tokens(loop: str) -> None:
-    policy = model()
+    policy = policy_for(loop)
     asked = [request(prompt, i, max_tokens=5 + 3 * i) for i, prompt in enumerate(prompts(9, seed=1))]
     together = generate(engine(policy, loop), asked)
     for one, made in zip(asked, together, strict=True):
@@ -79,7 +86,7 @@ def test_a_request_alone_and_in_a_batch_draws_the_same_tokens(loop: str) -> None
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_small_budget_changes_no_token(loop: str) -> None:
-    policy = model()
+    policy = policy_for(loop)
     asked = [request(prompt, i) for i, prompt in enumerate(prompts(9, seed=2))]
     wide, narrow = (generate(engine(policy, loop, batch_tokens=n), asked) for n in (4096, 64))
     assert [made.ids for made in wide] == [made.ids for made in narrow]
@@ -87,7 +94,7 @@ def test_a_small_budget_changes_no_token(loop: str) -> None:
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_greedy_equals_generate(loop: str) -> None:
-    policy = model(scale=0.2)
+    policy = policy_for(loop, scale=0.2)
     for index, prompt in enumerate(prompts(4, seed=3)):
         made = generate(engine(policy, loop), [request(prompt, index, temperature=0.0, max_tokens=16)])[0]
         ids = torch.tensor([prompt])
@@ -97,7 +104,7 @@ def test_greedy_equals_generate(loop: str) -> None:
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_stop_string_across_tokens(loop: str) -> None:
-    policy = model()
+    policy = policy_for(loop)
     free = generate(engine(policy, loop), [request([5, 6], 0, max_tokens=30, seed=4)])[0]
     text = tokenizer().decode([*free.ids[:12]])
     stop = text[-3:]
@@ -110,7 +117,7 @@ def test_stop_string_across_tokens(loop: str) -> None:
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_context_limit(loop: str) -> None:
-    limited = engine(model(), loop, max_context=16)
+    limited = engine(policy_for(loop), loop, max_context=16)
     made = generate(limited, [request([5] * 12, 0, temperature=0.0, max_tokens=50)])[0]
     assert made.finish in ("length", "eos")
     assert len(made.ids) <= 4
@@ -129,7 +136,7 @@ def test_context_limit(loop: str) -> None:
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_diverged_weights_fail_the_request(loop: str) -> None:
-    policy = model()
+    policy = policy_for(loop)
     with torch.no_grad():
         policy.model.norm.weight.fill_(float("nan"))
     with pytest.raises(EngineFailure, match="diverged"):
@@ -143,7 +150,7 @@ def test_timing_of_programs_changes_nothing(loop: str, programs: int) -> None:
 
     def run(seed: int) -> list:
         dice = random.Random(seed)
-        served = engine(model(), loop)
+        served = engine(policy_for(loop), loop)
 
         async def program(index: int) -> list:
             made, asked = [], [*header, 7, index + 8]
@@ -169,7 +176,7 @@ def test_timing_of_programs_changes_nothing(loop: str, programs: int) -> None:
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_training_mode_and_dropout_are_left_as_they_were(loop: str) -> None:
-    policy = get_peft_model(model(), LoraConfig(r=4, lora_dropout=0.9, target_modules=["q_proj", "down_proj"]))
+    policy = get_peft_model(policy_for(loop), LoraConfig(r=4, lora_dropout=0.9, target_modules=["q_proj", "down_proj"]))
     for name, parameter in policy.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.3)
@@ -186,7 +193,7 @@ def test_training_mode_and_dropout_are_left_as_they_were(loop: str) -> None:
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_weights_are_never_stale(loop: str) -> None:
-    policy = model()
+    policy = policy_for(loop)
     served = engine(policy, loop)
     asked = [request([5, 6, 7], 0, max_tokens=8), request([5, 6, 7], 1, max_tokens=8)]
     generate(served, asked)
@@ -216,7 +223,7 @@ def test_each_module_speaks_with_its_own_adapter(
 ) -> None:
     monkeypatch.setattr(architecture, "MOST_COPIED", most_copied)
     settings = LoraConfig(r=4, target_modules=["q_proj", "down_proj", "gate_proj"])
-    policy = get_peft_model(model(scale=0.2).to(dtype), settings, adapter_name="one")
+    policy = get_peft_model(policy_for(loop, scale=0.2).to(dtype), settings, adapter_name="one")
     policy.add_adapter("two", settings)
     with torch.no_grad():
         for name, parameter in policy.named_parameters():

@@ -51,6 +51,7 @@ from mmrl.trainer.settings import Settings
 from mmrl.trainer.sharding import gather_tensor
 from mmrl.trainer.trl_trainer import MmrlTrainer, Update
 from scripts.chaos.compare import comparable
+from tests.helpers.hybrids import HYBRIDS, hybrid_model
 
 torch.set_num_threads(1)
 logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -77,6 +78,8 @@ def tiny_model(kind: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.fl
         made = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, **sizes, **dropout))
     elif kind == "bloom":  # whose attention is its own, so that no prefix is shared
         made = BloomForCausalLM(BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4))
+    elif kind in HYBRIDS:
+        made = hybrid_model(kind, VOCAB, seed, max_position_embeddings=128)
     elif kind == "llama":
         made = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False))
     else:

@@ -98,7 +98,7 @@ def test_every_bench_runs_to_its_json(bench: str, arguments: list[str], bars: in
 @pytest.mark.parametrize(
     ("arguments", "refusal"),
     [
-        (["model=8B"], "expected some of 1M,smollm2_135m"),
+        (["model=8B"], "expected some of 1M,smollm2_135m,hybrid"),
         (["model=smollm2_135m", "only=step"], "expected some of update,rollout"),
         (["only=stpe"], "expected some of update,step"),
         (["onyl=step"], "unknown option onyl"),

@@ -64,6 +64,10 @@ class CachedLoop(ABC):
         """Forget all prefixes."""
         self._store = PrefixStore(self.stored_tokens)
 
+    def share_all(self) -> None:
+        """See `PrefixStore.share_all`; until `forget`."""
+        self._store.share_all()
+
     def prefill(self, rows: Sequence[BatchRow]) -> Tensor:
         """Append rows; returns the (len(rows), V) logits after their prompts. What prompts share is forwarded once."""
         # Equal prompts (the samples of a group) are one leaf: forwarded once, copied into each of their rows or shared.

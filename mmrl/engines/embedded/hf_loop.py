@@ -63,6 +63,9 @@ class HFLoop:
     def forget(self) -> None:
         """Do nothing: batches share nothing."""
 
+    def share_all(self) -> None:
+        """Do nothing: batches share nothing."""
+
     def prefill(self, rows: Sequence[BatchRow]) -> torch.Tensor:
         """Do as `NativeLoop.prefill`, only with no rows in flight."""
         width = max(len(row.prompt_ids) for row in rows)
@@ -101,7 +104,13 @@ class HFLoop:
     def _forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Forward the newest columns: (rows, new tokens) ids under a (rows, all tokens) mask -> (rows, V) logits."""
         self._mask = mask
-        extra: dict[str, object] = {**self._last_only, self._cache_name: self._cache}
+        logits, self._cache = self._call(ids, mask, self._cache)
+        return logits
+
+    def _call(
+        self, ids: torch.Tensor, mask: torch.Tensor, cache: DynamicCache | None
+    ) -> tuple[torch.Tensor, DynamicCache]:
+        extra: dict[str, object] = {**self._last_only, self._cache_name: cache}
         if self._positions:
             # Counted over real tokens: padding must not shift the rotary angles of a prompt.
             positions = (mask.cumsum(dim=1) - 1).clamp_(min=0)
@@ -114,9 +123,7 @@ class HFLoop:
                 return_dict=True,
                 **extra,
             )
-        self._cache = getattr(output, self._cache_name)
-        logits: torch.Tensor = output.logits[:, -1]
-        return logits
+        return output.logits[:, -1], getattr(output, self._cache_name)
 
     @contextmanager
     def using_adapter(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ start with.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -39,8 +39,8 @@ class PrefixSegment:
     leaf: bool = False
     """A whole prompt; otherwise something that several prompts share."""
     cache: list[Tensor] = field(default_factory=list)
-    """Per layer: keys and values of all `ids`, (2, kv heads, len(ids), head_dim). The decoder fills it in when the
-    segment is to be stored."""
+    """Of `decode`, per layer: keys and values of all `ids`, (2, kv heads, len(ids), head_dim). The decoder fills it in
+    when the segment is to be stored."""
 
 
 def common_prefix(a: Ids, b: Ids) -> int:
@@ -64,11 +64,15 @@ class PrefixStore:
 
     Args:
         limit: most tokens stored in all; the least recently used sequence goes first.
+        state_tokens: what a sequence's state takes beside its tokens, counted in tokens; None: there is no state, and
+            a sequence can be cut anywhere.
     """
 
-    def __init__(self, limit: int):
+    def __init__(self, limit: int, state_tokens: int | None = None):
         self.limit = limit
+        self.state_tokens = state_tokens
         self.tokens = 0
+        self.least_shared, self.least_saved = LEAST_SHARED, LEAST_SAVED
         self.continued = False
         """True if a prompt ever went on after a completion (a turn later): then finished rows are worth keeping."""
         # Sorted ids beside each dict: the sequence with the longest common prefix stands next to where a prompt would
@@ -81,35 +85,57 @@ class PrefixStore:
     def __len__(self) -> int:
         return len(self._stored)
 
+    def share_all(self) -> None:
+        """Let prompts share what does not pay too: a check of how they share sees few tokens."""
+        self.least_shared = self.least_saved = 1
+
     def add(self, segment: PrefixSegment) -> None:
         """Store a segment whose cache is filled."""
-        if segment.ids in self._stored or len(segment.ids) > self.limit:
+        if segment.ids in self._stored or self._size(segment.ids) > self.limit:
             return
         self._stored[segment.ids] = segment
         insort(self._sorted, segment.ids)
-        self.tokens += len(segment.ids)
+        self.tokens += self._size(segment.ids)
         # Counted in tokens of whole sequences: each holds its parent's part as a copy, so a parent may go before its
         # children, and a child's cache never dangles.
         while self.tokens > self.limit:
             ids = next(iter(self._stored))
             del self._stored[ids]
             del self._sorted[bisect_left(self._sorted, ids)]
-            self.tokens -= len(ids)
+            self.tokens -= self._size(ids)
+
+    def _size(self, ids: Ids) -> int:
+        return len(ids) + (self.state_tokens or 0)
 
     def find(self, prompt: Ids) -> tuple[PrefixSegment | None, int]:
         """Find the stored sequence that shares most with the prompt, and how much; the last token is never included."""
+        best, length = self._cut(prompt) if self.state_tokens is None else self._whole(prompt)
+        if best is None or length < LEAST_SHARED:
+            return None, 0
+        segment = self._stored.pop(best)
+        self._stored[best] = segment  # now the most recently used
+        return segment, length
+
+    def _cut(self, prompt: Ids) -> tuple[Ids | None, int]:
         index = bisect_left(self._sorted, prompt)
-        best, length = None, LEAST_SHARED - 1
+        best, length = None, 0
         for neighbour in self._sorted[max(0, index - 1) : index + 1]:  # the longest common prefix is with a neighbour
             # The last token is always forwarded: its output is what the first sampled token is drawn from.
             common = min(common_prefix(neighbour, prompt), len(prompt) - 1)
             if common > length:
                 best, length = neighbour, common
-        if best is None:
-            return None, 0
-        segment = self._stored.pop(best)
-        self._stored[best] = segment  # now the most recently used
-        return segment, length
+        return best, length
+
+    def _whole(self, prompt: Ids) -> tuple[Ids | None, int]:
+        """Find the longest stored sequence that the prompt begins with."""
+        begin = prompt[:-1]
+        # Of those that stand before `begin`, the last one: if it is no prefix, all prefixes are of what both share.
+        while index := bisect_right(self._sorted, begin):
+            common = common_prefix(self._sorted[index - 1], begin)
+            if common == len(self._sorted[index - 1]):
+                return begin[:common], common
+            begin = begin[:common]
+        return None, 0
 
     def see(self, ids: Ids, prompt_length: int) -> None:
         """Remember the ids of a sequence: a prompt of `prompt_length` tokens, then sampled tokens."""
@@ -157,7 +183,7 @@ def plan(prompts: Sequence[Ids], store: PrefixStore) -> list[PrefixSegment]:
         if len(group) == 1:
             prompt = group[0]
             common = min(store.meet(prompt), len(prompt) - 1)
-            if common - start >= LEAST_SAVED:  # shared with one that came before: the next to come shall find it
+            if common - start >= store.least_saved:  # shared with one that came before: the next to come shall find it
                 parent = PrefixSegment(prompt[:common], start, parent)
                 start = common
                 segments.append(parent)
@@ -167,7 +193,7 @@ def plan(prompts: Sequence[Ids], store: PrefixStore) -> list[PrefixSegment]:
         length = min(common, min(len(prompt) for prompt in group) - 1)
         # One more pass costs about as much as LEAST_SAVED tokens in a pass that runs anyway, so a shared part is cut
         # off only where all siblings together save more.
-        if length - start >= LEAST_SHARED and (len(group) - 1) * (length - start) >= LEAST_SAVED:
+        if length - start >= store.least_shared and (len(group) - 1) * (length - start) >= store.least_saved:
             parent = PrefixSegment(group[0][:length], start, parent)
             start = length
             segments.append(parent)

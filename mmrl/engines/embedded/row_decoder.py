@@ -24,6 +24,7 @@ from mmrl.engines.embedded.decode import NativeLoop
 from mmrl.engines.embedded.hf_loop import HFLoop, WholeRows
 from mmrl.engines.embedded.pending import PendingRequest
 from mmrl.engines.embedded.sampling import sample
+from mmrl.engines.embedded.state_loop import StateLoop, serves
 from mmrl.errors import ConfigError, EngineFailure
 from mmrl.models.selfcheck import CheckRow, Way, logprobs_of, padding_noise, plain_logprobs
 
@@ -39,6 +40,7 @@ Loop: TypeAlias = NativeLoop | AttendedLoop | HFLoop
 WORDS: Mapping[type[Loop], str] = {
     NativeLoop: "the native decoder",
     AttendedLoop: "the model's own layers over shared prefixes",
+    StateLoop: "the model's own forward, shared prefixes once",
     HFLoop: "generation by the model's own forward",
     WholeRows: "generation without a cache",
 }
@@ -92,6 +94,8 @@ class RowDecoder:
                 self.loops[name] = loop
             elif kinds[model] is AttendedLoop:
                 self.loops[name] = AttendedLoop(model, adapter, config.batch_tokens)
+            elif kinds[model] is StateLoop:
+                self.loops[name] = StateLoop(model, adapter, config.batch_tokens)
             else:
                 self.loops[name] = HFLoop(model, adapter)
         self._unchecked = set(self.loops) if checked else set()
@@ -252,7 +256,7 @@ class RowDecoder:
                 fault = f"{words} fails ({type(error).__name__}: {error})"
             if not fault:
                 return way
-            following = {NativeLoop: HFLoop, AttendedLoop: HFLoop, HFLoop: WholeRows}.get(type(loop))
+            following = {NativeLoop: HFLoop, StateLoop: HFLoop, AttendedLoop: HFLoop, HFLoop: WholeRows}.get(type(loop))
             if following is None:
                 raise ConfigError(f"model.path: the engine cannot serve this model: against its plain forward, {fault}")
             self.loops[name] = following(model, adapter)
@@ -293,6 +297,7 @@ def _replayed(loop: Loop, rows: Sequence[CheckRow]) -> list[list[float]]:
     ]
     found: list[list[float]] = [[] for _ in rows]
     loop.start()
+    loop.share_all()
     try:
         logits, alive = loop.prefill(made), list(range(len(rows)))
         while alive:
@@ -317,6 +322,8 @@ def _loop_kind(model: torch.nn.Module, choice: str, checked: bool) -> type[Loop]
         return HFLoop
     if unsupported(model) is None:
         return NativeLoop
+    if serves(model):
+        return StateLoop
     reason = unattended(model)
     # What mixes tokens beside attention shows in the self-check alone.
     if reason is None and (checked or choice == "own"):
