@@ -199,6 +199,8 @@ def _looked_at(causal: PreTrainedModel) -> list[LayerAttention]:
         unknown = [name for name, part in told.items() if part is not None and name not in _KNOWN]
         if told.get("tree") is not marker:
             raise NotPlain(f"{type(causal).__name__} does not tell its attention what it is called with")
+        if not hasattr(sys.modules[type(module).__module__], "eager_attention_forward"):
+            raise NotPlain(f"{type(causal).__name__} has no attention of its own to go back to")
         if unknown or told.get("is_causal") is False:
             raise NotPlain(f"its attention has {' and '.join(unknown or ['no order'])}")
         if not _masked_by(given, masks, window):

@@ -36,12 +36,14 @@ def choose_packing(packing: str, model: PreTrainedModel) -> bool:
         return False
     varlen = packing == "trie_varlen"
     reason = unsupported_reason(model) or (_varlen_fault(model) if varlen else None)
+    before = str(model.config._attn_implementation)
     if reason is None:
         install(model)
         # Of the families that everybody trains, the self-check's rows are enough.
         reason = _differing(model, varlen) if unknown_layers(model) is not None else None
     if reason is None:
         return True
+    causal_lm(model).set_attn_implementation(before)
     if packing != "auto":
         raise ConfigError(f"train.packing: got '{packing}', which this model cannot do: {reason}; use auto or padded")
     LOG.warning("train.packing=auto: rows are padded (slower), since %s", reason)

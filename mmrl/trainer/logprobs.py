@@ -211,6 +211,7 @@ def _after_head(model: torch.nn.Module, head: torch.nn.Module) -> Callable[[torc
     def finish(logits: torch.Tensor) -> torch.Tensor:
         parts[causal.base_model_prefix] = _Given(logits[None])
         finished: torch.Tensor = type(causal).forward(alone, input_ids=ids, use_cache=False).logits
+        parts[causal.base_model_prefix] = None  # or it would hold the logits as long as the graph lives
         return finished[0]
 
     return finish

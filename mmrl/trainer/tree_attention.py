@@ -228,14 +228,9 @@ def last_parts(model: PreTrainedModel | PeftModel) -> tuple[torch.nn.Module, ...
     """Return the parts of a causal LM's last layer that only tokens in `read` need, where they are told apart."""
     # Keys and values of the last layer are needed for every token; queries, output projection and MLP only where
     # somebody reads the result. In a prompt-heavy pack that is a small part of the tokens.
-    layers = getattr(causal_lm(model).base_model, "layers", None)
-    if not layers:
-        return ()
-    # A recurrent layer has none.
-    attention = getattr(layers[-1], "self_attn", None)
-    if attention is None and type(causal_lm(model)).__name__ not in HYBRIDS:
-        return ()
-    parts = [getattr(attention, "q_proj", None), getattr(attention, "o_proj", None), getattr(layers[-1], "mlp", None)]
+    *_, layer = getattr(causal_lm(model).base_model, "layers", [None])
+    attention = getattr(layer, "self_attn", None)
+    parts = [getattr(attention, "q_proj", None), getattr(attention, "o_proj", None), getattr(layer, "mlp", None)]
     return tuple(part for part in parts if isinstance(part, torch.nn.Module))
 
 

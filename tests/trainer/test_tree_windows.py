@@ -34,10 +34,11 @@ from transformers import (
 )
 
 from mmrl.models.attending import AttentionCall
-from mmrl.trainer import tree_attention, tree_kernels
+from mmrl.trainer import logprobs, tree_attention, tree_kernels
 from mmrl.trainer.objective import TrainCall
+from mmrl.trainer.selfcheck import check_tries
 from mmrl.trainer.tree_attention import PrefixTree, flex
-from tests.helpers.trainer_cases import SIZES, assert_close, gradients, make_trainer, sampled
+from tests.helpers.trainer_cases import LORA, SIZES, assert_close, gradients, make_trainer, sampled
 from tests.trainer.test_tree_attention import Layer, mask, tree_of
 from tests.trainer.test_tries import sequences
 from tests.trainer.test_tries_update import forests, shared_calls
@@ -227,3 +228,27 @@ def test_any_calls_give_the_numbers_of_padded_rows(windowed: Any, calls: list[Tr
         assert one == pytest.approx(two, abs=1e-4)
     assert packed[1] == pytest.approx(padded[1], abs=1e-4)
     assert_close(packed[2], padded[2], 1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "mistral", "gpt_oss"])
+def test_the_self_check_agrees(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    assert check_tries(make_trainer(tmp_path, family(name, WINDOW).to(dtype)).forwards, shared_calls())
+
+
+def test_an_adapter_and_layers_that_are_computed_again(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, family("gemma2", WINDOW), packing="trie", lora=LORA, checkpointing=True)
+    padded, packed = both(trainer, shared_calls())
+    assert packed[1] == pytest.approx(padded[1], abs=1e-5)
+    assert_close(packed[2], padded[2], 2e-4)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "cohere2", "olmo3"])
+def test_what_follows_the_head_is_computed_in_chunks_too(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cap and a scale of the logits, under chunks of seven positions that the backward pass computes again."""
+    monkeypatch.setattr(logprobs, "CHUNK", 40 * 7)
+    padded, packed = both(make_trainer(tmp_path, family(name, WINDOW), packing="trie"), shared_calls())
+    assert packed[1] == pytest.approx(padded[1], abs=1e-5)
+    assert_close(packed[2], padded[2], 2e-4)
