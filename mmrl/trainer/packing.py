@@ -53,8 +53,11 @@ def token_budget(tokens: int | None, model: PreTrainedModel, checkpointing: bool
     inner = max(inner) if isinstance(inner, list) else inner  # one for each layer (Gemma 3n)
     # What a decoder layer keeps for its backward pass: about 12 tensors of its own width and 4 of the inner one.
     layer = size * (12 * hidden + 4 * inner)
+    # A gated delta net's reference kernels keep about 24 more in float32, as wide as its values.
+    states = 24 * 4 * getattr(config, "linear_num_value_heads", 0) * getattr(config, "linear_value_head_dim", 0)
+    recurrent = (getattr(config, "layer_types", None) or []).count("linear_attention")
     # With gradient checkpointing, one layer's activations at a time and every layer's input.
-    per_token = layer + layers * size * hidden if checkpointing else layers * layer
+    per_token = layer + states + layers * size * hidden if checkpointing else layers * layer + recurrent * states
     fitting = int(memory / per_token) // LEAST_TOKENS * LEAST_TOKENS
     budget = max(LEAST_TOKENS, min(limit, fitting))
     # A GPU's budget is a large share of its memory already.

@@ -74,6 +74,9 @@ def test_share_of_a_step() -> None:
         ("rollout", ["model=test", "repeats=1", "brief=1"], 2),
         ("update", ["model=test", "repeats=1", "shape=fof", "micro=4", "groups=1"], 3),
         ("update", ["model=test", "repeats=1", "shape=is", "micro=8"], 3),
+        pytest.param(
+            *("update", ["model=hybrid", "repeats=1", "shape=fof", "micro=4", "groups=1"], 3), marks=pytest.mark.slow
+        ),
         ("step", ["model=test", "steps=1", "micro=4"], 2),
         ("gateway", ["agents=4", "calls=5"], 3),
         ("environment", ["instances=4", "calls=5"], 5),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from mmrl.errors import ConfigError
 from mmrl.trainer import tree_states, tries
 from mmrl.trainer.objective import TrainCall
+from mmrl.trainer.packing import token_budget
 from mmrl.trainer.tree_attention import PrefixTree, install, unsupported_reason
 from mmrl.trainer.tries import TrieLayout, build_tries, flatten
 from tests.helpers.hybrids import HYBRIDS
@@ -267,6 +269,15 @@ def test_without_a_pack_the_layers_are_as_before() -> None:
     assert not any(isinstance(original(name), partial) for name in tree_states.FUNCTIONS)
     assert torch.equal(model(ids).logits, expected[0])
     assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False), expected[1])
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_budget_counts_what_recurrent_layers_keep(checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Of 2048 tokens' size; three layers of 4 bytes * (12 * 32 + 4 * 48), two of 24 tensors of 4 heads * 6 beside them.
+    layer, states = 4 * (12 * 32 + 4 * 48), 24 * 4 * 24
+    token = layer + states + 3 * 4 * 32 if checkpointing else 3 * layer + 2 * states
+    monkeypatch.setattr(os, "sysconf", lambda name: 8 * 2048 * token if name == "SC_PHYS_PAGES" else 1)
+    assert token_budget(None, tiny_model("qwen3_5"), checkpointing) == (2048, 4096)
 
 
 def test_an_older_transformers_has_no_place_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ class RowDecoder:
         checked: compare the loops with the model's plain forward on their first prompts.
 
     Raises:
-        ConfigError: `own`, and the native decoder does not know the model.
+        ConfigError: `own`, and no loop but that of the model's own cache knows the model.
     """
 
     def __init__(

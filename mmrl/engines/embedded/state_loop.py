@@ -139,7 +139,7 @@ class StateLoop(HFLoop):
 
     def _row(self, parts: Sequence[Tensor], row: int, length: int) -> list[Tensor]:
         """Copy one row's part of a cache; of a view the other rows would stay in memory."""
-        return [part[row : row + 1].clone() for part in self._padded(parts, length)]
+        return [part.clone() for part in self._padded([part[row : row + 1] for part in parts], length)]
 
     def _padded(self, parts: Sequence[Tensor], width: int) -> list[Tensor]:
         """Pad keys and values on the left to `width` tokens; where there are more, those on the left are padding."""
