@@ -49,6 +49,16 @@ def test_a_missed_bar_is_printed_kept_and_makes_the_exit_code_1(tmp_path: Path, 
     assert {"cpu", "versions", "threads", "load", "started"} <= kept.keys()
 
 
+def test_the_table_has_a_column_of_tokens_where_a_bar_has_them() -> None:
+    assert "padded" not in common.table([Bar("a", 1.0, 2.0)])
+    header, with_tokens, without = common.table(
+        [Bar("a", 1.0, padded=90, real=60, unique=20, tree_row=21, copied_keys=55), Bar("b", 1.0)]
+    ).splitlines()[:3]
+    assert header.split()[3:] == ["padded", "real", "unique", "padded/unique", "TreeRow", "its", "copied", "keys"]
+    assert with_tokens.split() == ["a", "1x", "90", "60", "20", "4.50", "21", "55"]
+    assert without.split() == ["b", "1x"]
+
+
 def test_cosine_of_all_parameters_together() -> None:
     one = {"a": torch.tensor([1.0, 0.0]), "b": torch.tensor([0.0])}
     two = {"a": torch.tensor([1.0, 0.0]), "b": torch.tensor([1.0])}
