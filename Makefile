@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("mmrl needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] + "; try: make PYTHON=python3.11 ...") if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (about 2 minutes; PyTorch is the largest part)"
-	$(BIN)/python -m pip install -q -c constraints.txt 'torch>=2.9,<2.14'
+	$(BIN)/python -m pip install -q -c constraints.txt 'torch>=2.9,<2.16'
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
 	@touch $(STAMP)
 
@@ -80,7 +80,7 @@ test-ray: $(RAY)/.installed ## run the tests of hardware=ray on a cluster of thr
 
 $(RAY)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(RAY)
-	$(RAY)/bin/python -m pip install -q -c constraints.txt 'torch>=2.9,<2.14'
+	$(RAY)/bin/python -m pip install -q -c constraints.txt 'torch>=2.9,<2.16'
 	$(RAY)/bin/python -m pip install -q -c constraints.txt -e '.[ray,fleet,server]' pytest hypothesis
 	@touch $@
 

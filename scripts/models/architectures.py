@@ -24,9 +24,9 @@ ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 """Ids of the tokenizer that lies beside each model."""
 
 SIZES: list[tuple[str, Any]] = [
-    (r"(decoder_)?vocab_size(_per_layer_input)?", VOCABULARY),
+    (r"(decoder_|unpadded_)?vocab_size(_per_layer_input)?", VOCABULARY),
     (r"hidden_size|d_model|n_embd|emb_dim|embedding_dim|embedding_size|lru_width|word_embed_proj_dim", HIDDEN),
-    (r"input_embedding_size|output_embedding_size", HIDDEN),
+    (r"(input|output)_embedding_size|adapter_(in_dim|out_dim|input_size)", HIDDEN),
     (r"(num_hidden_|num_|n_|decoder_|num_decoder_)layers?|n_layer|num_blocks", LAYERS),
     (r"(encoder_|num_encoder_)layers|depth", 2),
     (r"(num_attention|n|num|decoder_attention|encoder_attention|attention|num_(en|de)coder_attention)_heads?", HEADS),

@@ -29,10 +29,12 @@ _NO_CACHE = (
     "deepseek_v4, falcon_mamba, git, llama4, llama4_text, mamba, mamba2, minimax, minimax_m3_vl_text, moshi, "
     "nemotron_h, openai-gpt, qwen4_exp, qwen4_exp_text, recurrent_gemma, reformer, rwkv, whisper, xlstm"
 )
-NO_CACHE = frozenset(_NO_CACHE.split(", ")) - ({"qwen4_exp", "qwen4_exp_text"} if NEW else set())
+NO_CACHE = frozenset(_NO_CACHE.split(", ")) - ({"mamba2", "qwen4_exp", "qwen4_exp_text"} if NEW else set())
 """Served by whole rows: their cache does not bear rows that leave or padding on the left, or they have none."""
 PARTLY: dict[str, tuple[str, str]] = {
-    "laguna": ("adapter", "this peft cannot load what it saves"),
+    **dict.fromkeys(
+        ["laguna", *["inkling2_loop_text", "inkling2_text"] * NEW], ("adapter", "this peft cannot load what it saves")
+    ),
     "reformer": ("update", "the trainer cannot compute with this model"),
 }
 """Architecture -> the first way that is refused, and words of it."""

@@ -1,6 +1,6 @@
 """vLLM's HTTP interface: completions by token ids, adapters, weights, probes. Knows no policy.
 
-Under `vllm_server`; checked against vLLM 0.31 (`vllm/entrypoints`).
+Under `vllm_server`; checked against vLLM 0.31 and 0.32 (`vllm/entrypoints`).
 """
 
 from __future__ import annotations
