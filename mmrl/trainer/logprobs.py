@@ -6,7 +6,6 @@ logit scales), so any Hugging Face causal LM works; only the rows that reach its
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -200,7 +199,9 @@ def _after_head(model: torch.nn.Module, head: torch.nn.Module) -> Callable[[torc
     (N, V) to (N, V).
     """
     causal = next(part for part in model.modules() if isinstance(part, PreTrainedModel) and _is_over(part, head))
-    alone = copy.copy(causal)
+    # Not by `copy`: FSDP2 gives the class a constructor that makes another object.
+    alone = object.__new__(type(causal))
+    alone.__dict__.update(causal.__dict__)
     # Of their own, so that the model keeps its parts.
     parts: dict[str, torch.nn.Module | None] = {
         name: torch.nn.Identity() if part is head else part for name, part in causal._modules.items()

@@ -71,7 +71,7 @@ def calls_of(forest, name, **options):
 
 
 def trainer_for(folder, **algo):
-    return make_trainer(folder, tiny_model("gpt2", dtype=torch.float64), algo={"beta": 0.05, **algo})
+    return make_trainer(folder, tiny_model("gpt2", dtype=torch.float64), algo={"beta": 0.05, **algo}, packing="padded")
 
 
 def assert_equal(found, expected):

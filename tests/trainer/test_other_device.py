@@ -12,25 +12,32 @@ import pytest
 import torch
 
 from mmrl.engines.embedded import shared_prefix
+from mmrl.engines.embedded.attended import AttendedLoop
 from mmrl.engines.embedded.decode import NativeLoop
 from mmrl.models.attending import install
 from mmrl.trainer import tree_attention
 from mmrl.trainer.logprobs import score
 from mmrl.trainer.objective import token_loss
 from mmrl.trainer.packing import make_packs
+from mmrl.trainer.varlen_attention import varlen_calls
+from tests.engines.test_attended import served
 from tests.engines.test_decode import build, row
 from tests.helpers.trainer_cases import make_calls, tiny_model
+from tests.trainer.test_tree_windows import FAMILIES
 
 META = torch.device("meta")
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "lora", "lora-bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "lora", "lora-bfloat16", "gemma2", "gemma3", "olmo3"])
 @pytest.mark.parametrize("least", [1, 1 << 40], ids=["prefixes shared", "copied"])
 def test_decoding_stays_on_the_models_device(name: str, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_prefix, "LEAST_TOKENS", 8)
     monkeypatch.setattr(shared_prefix, "LEAST_BYTES", {"cpu": least, "gpu": least})
-    policy = build(name).to(META)
-    own = NativeLoop(policy)
+    if name in FAMILIES:  # what its layers attend to is looked at where there are values
+        own: Any = AttendedLoop(policy := served(name, 9))
+        policy.to(META)
+    else:
+        own = NativeLoop(build(name).to(META))
     with torch.no_grad():
         own.start()
         made = [own.prefill([row([3] * 20)] * 3 + [row([4] * 30), row([3] * 19 + [7])])]
@@ -40,6 +47,16 @@ def test_decoding_stays_on_the_models_device(name: str, least: int, monkeypatch:
     assert all(logits.device == META for logits in made)
     assert [len(logits) for logits in made[-3:]] == [3, 1, 4]
     assert bool(own._groups) == (least == 1)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_stretches_of_a_pack_are_on_the_models_device(window: int | None) -> None:
+    pack = make_packs(make_calls(), 10**6, beta=0.1, modules=["a", "b"], score_all=True, tries=True)[0]
+    assert pack.tree is not None
+    for call in varlen_calls(pack.tree.spans, window, META):
+        tensors = [part for part in call if isinstance(part, torch.Tensor)]
+        assert len(tensors) >= 2
+        assert all(part.device == META for part in tensors)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -76,7 +76,7 @@ def test_entries_of_one_call_equal_as_many_calls(tmp_path: Path) -> None:
         with_changes(calls[0], id=f"copy{number}", entries=(entry,)) for number, entry in enumerate((extra, first))
     ]
     apart = [calls[0], *copies, *calls[1:]]
-    trainer = make_trainer(tmp_path, tiny_model("gpt2", dtype=torch.float64), algo={"beta": 0.05})
+    trainer = make_trainer(tmp_path, tiny_model("gpt2", dtype=torch.float64), algo={"beta": 0.05}, packing="padded")
     loss, found = gradients(trainer, joined)
     forwarded = trainer.totals.counts[0].item()
     expected_loss, expected = gradients(trainer, apart)
@@ -92,7 +92,7 @@ def test_turns_of_one_context_share_a_row_and_change_no_number(tmp_path: Path) -
         context = call.call.prompt_ids + call.call.completion_ids + (7, 8)
         later = with_changes(make_calls(1, seed=len(context))[0], id=f"{call.call.id}+", prompt_ids=context)
         turns += [call, later]
-    trainer = make_trainer(tmp_path, tiny_model("gpt2", dtype=torch.float64), algo={"beta": 0.05})
+    trainer = make_trainer(tmp_path, tiny_model("gpt2", dtype=torch.float64), algo={"beta": 0.05}, packing="padded")
     loss, found = gradients(trainer, turns)
     together = trainer.totals.counts[0].item()
     parts = [gradients(trainer, [call]) for call in turns]
