@@ -2,10 +2,12 @@
 
 import re
 
+import pytest
+
 from scripts.docs import BEGIN, END
 from scripts.models.__main__ import PAGE, template_table
 from scripts.models.architectures import BEYOND, architectures
-from scripts.models.known import REFUSED
+from scripts.models.known import NEW, REFUSED
 
 
 def part(name):
@@ -17,6 +19,7 @@ def test_the_table_of_templates_is_up_to_date():
     assert part("templates") == template_table(), "run: python -m scripts.models templates"
 
 
+@pytest.mark.skipif(NEW, reason="the page's table is of the transformers of constraints.txt")
 def test_the_table_of_architectures_names_what_differs_or_is_refused_and_counts_the_others():
     served, refused = (set(re.findall("`([^`]+)`", half)) for half in part("architectures").split("| refused |"))
     (others,) = re.findall(r"all (\d+) others", part("architectures"))
