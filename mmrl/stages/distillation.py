@@ -13,14 +13,16 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mmrl.config import AlgoConfig
 from mmrl.config.algo import INITIAL, POLICY
 from mmrl.errors import ConfigError
 from mmrl.models.chat import encode_text, end_of_prompt
 from mmrl.records import EMPTY, Call, Example, Forest, Rollout
-from mmrl.trainer.forwards import Forwards
+
+if TYPE_CHECKING:
+    from mmrl.trainer.forwards import Forwards
 
 FEEDBACK = "feedback"
 """Field of what the task's score said in words of the rollout (`Score.feedback`); no record has it."""

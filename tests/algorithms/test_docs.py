@@ -4,6 +4,7 @@ A line of "…" stands for lines that a page leaves out.
 """
 
 import re
+import shlex
 
 import pytest
 
@@ -30,7 +31,7 @@ def test_a_file_on_a_page_is_the_one_of_the_folder(name, text):
 def test_commands_print_what_the_page_says(command, printed, monkeypatch, capsys):
     monkeypatch.chdir(FORESTS)
     monkeypatch.delenv("COLUMNS")  # as printed to a file
-    assert main(command.split()) == 0
+    assert main(shlex.split(command)) == 0
     lines = [re.escape(f"{line.rstrip()}\n") if line != "…" else "(?:[^\n]+\n)+" for line in printed.splitlines()]
     out = "".join(f"{line.rstrip()}\n" for line in capsys.readouterr().out.rstrip().splitlines())
     assert re.fullmatch("".join(lines), out), out

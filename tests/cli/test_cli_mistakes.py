@@ -41,7 +41,7 @@ MISTAKES = [
     ("train task.retriever={name:remote,url:x}", "task.retriever.url: got 'x', expected http://HOST"),
     ("train engine.name=vlm", "engine.name: got 'vlm', expected 'auto', "),
     ("train engine=vllm_server hardware.processes=x", "hardware.processes: got 'x', expected"),
-    ("train ~algo", "algo: got no name, expected one of c3, ccpo, dr_mas, gigpo, grpo, "),
+    ("train ~algo", "algo: got no name, expected one of c3, ccpo, distill, dr_mas, gigpo, "),
     ("train steps=10", "steps: unknown key; did you mean train.steps?"),
     ("train set=mini seed=x", "set: unknown key; a run is composed of task, algo, model, ", "seed: got 'x'"),
     ("eval policy=tiny limits=tiny", "limits: unknown key; a run is composed of task, algo, model, "),
