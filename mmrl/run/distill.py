@@ -129,8 +129,9 @@ def load_scorers(config: RlRunConfig, forwards: Forwards) -> tuple[Mapping[str, 
         model, _, serving = load_policy(resolve(teacher), config.model, config.hardware.device)
         for loaded in filter(None, (model, serving["initial"])):
             loaded.requires_grad_(False)
+            # Also sets up the attention of each; the two are of one architecture.
+            tries = choose_packing(config.train.packing, loaded)
         limits.append(context_limit(model.config.get_text_config()))
-        tries = choose_packing(config.train.packing, model)
         scorers[teacher] = partial(_scored, forwards, model, tries, serving)
     return scorers, min((limit for limit in limits if limit is not None), default=None)
 
