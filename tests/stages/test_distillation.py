@@ -197,7 +197,7 @@ MISTAKES = {
     "algo=distill algo.distill={answerer:policy} algo.privileged={answerer:''}": "algo.privileged.answerer: got ''",
     "algo=distill algo.distill={answerer:policy} algo.privileged={answerer:Think-twice.}": "no field 'Think-twice.'",
     "algo=distill algo.distill={answerer:policy} algo.privileged={answerer:'{answers}{a-b}'}": "have no field 'a-b'",
-    "algo=grpo algo.zero_variance=refill algo.distill={answerer:policy}": "algo.zero_variance: got refill, which leaves",
+    "algo=grpo algo.zero_variance=refill algo.distill={answerer:policy}": "algo.zero_variance: got refill, which",
     "algo=distill algo.distill={answerer:./nowhere}": "algo.distill.answerer: policy: got './nowhere'",
     "algo=distill algo.distill={answerer:policy} algo.beta=0.1": "algo.beta: got 0.1, expected less than or equal to 0",
     "algo=distill algo.distill={answerer:policy} algo.advantage_scale={answerer:2.0}": "algo.advantage_scale: ",
