@@ -23,7 +23,7 @@ from mmrl.config import (
 from mmrl.config.algo import INITIAL, POLICY, is_url
 from mmrl.config.base import MINI, SPLITS, Idle, Section
 from mmrl.config.retriever import Bm25Config
-from mmrl.config.tasks import BUILT_IN
+from mmrl.config.tasks import BUILT_IN, PRIVILEGED
 from mmrl.errors import CheckpointError, ConfigError, located, refuse, unknown
 from mmrl.models.load import local_path
 from mmrl.plan.cost import NAMES as DEVICES
@@ -143,7 +143,7 @@ def make_plan(config: RlRunConfig, request: PlanArguments) -> Plan:
     weights = module_assignment(config, modules)
     trained = {*weights.adapters.values()} - weights.frozen_adapters
     shape = replace(shape, adapters=max(1, len(trained)), copies=int(weights.copied))
-    shape = replace(shape, teachers=tuple(_teachers(config, shape)))
+    shape = replace(shape, teachers=tuple(_teachers(config)))
     lora, sizes = config.model.lora, shape.projections()
     # Without their sizes the plan would count no adapter there and promise too little memory.
     if lora is not None and not lora.everywhere and (invalid := [name for name in lora.targets if name not in sizes]):
@@ -184,14 +184,20 @@ def _recorded(folder: str) -> Forest:
         raise ConfigError(f"run: {error}") from None
 
 
-def _teachers(config: RlRunConfig, policy: Shape) -> Iterator[tuple[Shape, tuple[str, ...]]]:
-    """Yield each model of `algo.distill` that scores here, with its modules; a server's work is its own."""
+def _teachers(config: RlRunConfig) -> Iterator[tuple[Shape | None, tuple[str, ...]]]:
+    """Yield each model of `algo.distill` that scores here (`Shape.teachers`); a server's work is its own.
+
+    The policy scores the modules of `task.reward=privileged`, too.
+    """
     modules: dict[str, list[str]] = {}
-    for module, teacher in (config.algo.distill or {}).items():
+    pairs = list((config.algo.distill or {}).items())
+    if config.task.reward == PRIVILEGED:
+        pairs += [(module, POLICY) for module in config.algo.privileged or ()]
+    for module, teacher in dict.fromkeys(pairs):
         modules.setdefault(teacher, []).append(module)
     for teacher, scored in modules.items():
         if teacher in (POLICY, INITIAL):
-            yield policy, tuple(scored)
+            yield None, tuple(scored)
         elif not is_url(teacher):
             with located(f"algo.distill.{scored[0]}: "):
                 yield shape_of(config.model.model_copy(update={"path": resolve(teacher).base})), tuple(scored)
@@ -216,7 +222,8 @@ def problems_elsewhere(config: RootConfig) -> list[str]:
     except ConfigError as error:
         return list(error.problems)
     reward = config.task.reward
-    problems = [unknown("task.reward", reward, task.reward_sets)] if reward not in (None, *task.reward_sets) else []
+    known = (None, PRIVILEGED, *task.reward_sets)
+    problems = [] if reward in known else [unknown("task.reward", reward, task.reward_sets)]
     if isinstance(config, EvalRunConfig):
         return problems + process_problems(config)
     if isinstance(config, RlRunConfig) and not problems:

@@ -96,6 +96,17 @@ class AlgoConfig(MethodConfig):
     def _distilled(self) -> AlgoConfig:
         if getattr(self, "reserialise", False) and self.distill is not None:
             raise ValueError("distill: teachers score sampled tokens, and reserialise trains on others; leave one out")
+        for key, named in (("distill", self.distill), ("privileged", self.privileged)):
+            if named == {}:
+                raise ValueError(f"{key}: got {{}}, expected at least one module")
+        if self.distill and self.refills:
+            raise ValueError(
+                "zero_variance: got refill, which leaves out examples with equal rewards, of which the teachers of "
+                "distill would teach; use drop or keep"
+            )
+        for module, text in (self.privileged or {}).items():
+            if not text.strip():
+                raise ValueError(f"privileged.{module}: got '{text}', expected a field of the record, or a text")
         for module, teacher in self.models_that_teach.items():
             if not teacher:
                 raise ValueError(f"distill.{module}: got '', expected {POLICY}, {INITIAL}, a policy or a URL")

@@ -186,7 +186,7 @@ def states(config: RlRunConfig, shape: Shape) -> dict[str, float]:
         "weights": shape.parameters * (width if lora else TRAINED_WIDTH),
         # Full fine-tuning keeps a frozen copy of the whole model; without its adapter a model is its own reference.
         "reference": shape.parameters * width if not lora and (config.algo.beta > 0 or taught_by_start) else 0,
-        "teachers": sum(teacher.parameters for teacher, _ in shape.teachers if teacher is not shape) * width,
+        "teachers": sum(teacher.parameters for teacher, _ in shape.teachers if teacher is not None) * width,
         "initial weights": shape.copies * shape.parameters * width,
         "adapter": trained if lora else 0,
         "optimizer": 2 * trained,
@@ -314,7 +314,7 @@ def seconds(
     if shape.teachers:
         # Each distilled call is forwarded by its teacher and, for the difference, by the policy.
         spent["teachers"] = sum(
-            (_scoring(model, loads, modules) + _scoring(shape, loads, modules)) / reach
+            (_scoring(model or shape, loads, modules) + _scoring(shape, loads, modules)) / reach
             for model, modules in shape.teachers
         )
     return spent

@@ -29,8 +29,8 @@ class Shape:
     """Adapters that a run trains, with LoRA: one for all modules, or more with `model.modules`."""
     copies: int = 0
     """Frozen copies of the whole model that act beside the policy (`algo.frozen_serving` without LoRA)."""
-    teachers: tuple[tuple[Shape, tuple[str, ...]], ...] = ()
-    """Models that score the calls of some modules (`algo.distill`); the policy itself where it is one."""
+    teachers: tuple[tuple[Shape | None, tuple[str, ...]], ...] = ()
+    """Models that score the calls of some modules (`algo.distill`); None: this one, or as it was at the start."""
 
     @property
     def block_parameters(self) -> int:

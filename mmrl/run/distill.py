@@ -16,13 +16,14 @@ from mmrl.errors import ConfigError, EngineFailure, gathered, unknown
 from mmrl.records import Call
 from mmrl.run.build import check_policy
 from mmrl.stages.distillation import Scorer, privileged_problems
-from mmrl.store.policy import resolve
+from mmrl.store.policy import INITIAL, resolve
 from mmrl.system.http_client import HttpFailure
 from mmrl.tasks.base import Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from mmrl.models.load import ServedWeights
     from mmrl.trainer.forwards import Forwards
 
 CONCURRENCY = 64
@@ -94,6 +95,13 @@ def check(config: RlRunConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]:
             continue
         policy = resolve(teacher)
         notes.append(check_policy(policy, config, key))
+        if policy.prompts is not None:
+            notes.append(f"{key}: '{teacher}' has prompts of its own, which are left out: it reads the student's")
+        if policy.modules is not None and module not in policy.modules:
+            refused.append(
+                f"{key}: got '{teacher}', which has weights for each of the modules {', '.join(policy.modules)}; "
+                f"expected a policy with weights for {module}"
+            )
         theirs = load_tokenizer(config.model.model_copy(update={"path": policy.base})).get_vocab()
         if theirs != tokenizer.get_vocab():
             refused.append(
@@ -119,24 +127,30 @@ def load_scorers(config: RlRunConfig, forwards: Forwards) -> tuple[Mapping[str, 
             scorers[teacher] = server.score
             continue
         model, _, serving = load_policy(resolve(teacher), config.model, config.hardware.device)
-        model.eval().requires_grad_(False)
+        for loaded in filter(None, (model, serving["initial"])):
+            loaded.requires_grad_(False)
+            # Also sets up the attention of each; the two are of one architecture.
+            tries = choose_packing(config.train.packing, loaded)
         limits.append(context_limit(model.config.get_text_config()))
-        tries = choose_packing(config.train.packing, model)
-        scorers[teacher] = partial(_scored, forwards, model, tries, serving["adapters"])
+        scorers[teacher] = partial(_scored, forwards, model, tries, serving)
     return scorers, min((limit for limit in limits if limit is not None), default=None)
 
 
 def _scored(
-    forwards: Forwards, model: Any, tries: bool, adapters: Mapping[str, str] | None, calls: Sequence[Call]
+    forwards: Forwards, model: Any, tries: bool, serving: ServedWeights, calls: Sequence[Call]
 ) -> list[tuple[float, ...]]:
-    """Score calls by a loaded teacher, each by its module's adapter where the teacher has several."""
-    if adapters is None:
+    """Score calls by a loaded teacher, each by its module's weights where the teacher has several."""
+    names, initial = serving["adapters"], serving["initial"]
+    if names is None:
         return forwards.logprobs_of(model, calls, tries=tries)
     scored: dict[int, tuple[float, ...]] = {}
-    for adapter in dict.fromkeys(adapters.get(call.module, "") for call in calls):
-        own = [call for call in calls if adapters.get(call.module, "") == adapter]
-        model.set_adapter(adapter)
-        scored |= dict(zip(map(id, own), forwards.logprobs_of(model, own, tries=tries), strict=True))
+    for name in dict.fromkeys(names[call.module] for call in calls):
+        own = [call for call in calls if names[call.module] == name]
+        if initial is None:
+            model.set_adapter(name)
+        # Beside a copy of its initial weights a teacher has no adapters.
+        weights = initial if initial is not None and name == INITIAL else model
+        scored |= dict(zip(map(id, own), forwards.logprobs_of(weights, own, tries=tries), strict=True))
     return [scored[id(call)] for call in calls]
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 FEEDBACK = "feedback"
 """Field of what the task's score said in words of the rollout (`Score.feedback`); no record has it."""
-FIELD = re.compile(r"\{(\w+)\}")
+FIELD = re.compile(r"\{([^{}]+)\}")
 Scorer: TypeAlias = Callable[[Sequence[Call]], Sequence[Sequence[float]]]
 """Calls -> log-probability of each token of their completions, after their prompts."""
 

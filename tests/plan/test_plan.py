@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmrl.cli import main
-from mmrl.cli.configs import configured
+from mmrl.cli.configs import configured, train_configs
+from mmrl.cli.overrides import read_line
+from mmrl.commands.plan import problems_elsewhere
 from mmrl.errors import ConfigError
 from mmrl.plan.cost import GIB, GPUS, Device, Gpu, evaluation_seconds, known_gpu
 from mmrl.plan.shapes import KNOWN, Shape
@@ -118,6 +120,25 @@ def test_weights_per_module_and_a_frozen_copy_are_counted(capsys):
     plain = planned(capsys, *options, "algo.freeze_modules=[reranker]")
     copied = planned(capsys, *options, "algo.freeze_modules=[reranker]", "algo.frozen_serving=true")
     assert copied["memory_bytes"]["initial weights"] > 0 and "initial weights" not in plain["memory_bytes"]
+
+
+def test_teachers_are_counted_where_they_have_weights_of_their_own(capsys):
+    """The policy, as it is or as it began, scores and holds nothing more; another model does, once for all modules."""
+    base = ["algo=mhgpo_fof", "algo.beta=0.0", "task=hotpotqa", "model=tiny", LENGTHS]
+    before = planned(capsys, *base)["memory_bytes"]
+    for teachers, held in (("policy", set()), ("initial", {"reference"}), ("tiny", {"teachers"})):
+        plan = planned(capsys, *base, f"algo.distill={{answerer: {teachers}, rewriter: {teachers}}}")
+        more = {part: size for part, size in plan["memory_bytes"].items() if size and part not in before}
+        assert set(more) == held and set(more.values()) <= {before["weights"]}
+        assert plan["seconds_per_step"]["teachers"] > 0
+
+
+def test_turn_rewards_of_the_policy_itself_cost_its_forwards(capsys):
+    base = ["algo=mt_grpo_variable", "task=search_agent", "model=tiny", "lengths=agent:100/20"]
+    assert "teachers" not in planned(capsys, *base)["seconds_per_step"]
+    evidence = ["task.reward=privileged", "algo.privileged={agent: answers}"]
+    assert planned(capsys, *base, *evidence)["seconds_per_step"]["teachers"] > 0
+    assert problems_elsewhere(train_configs(read_line([*base[:3], *evidence]))[0]) == []
 
 
 def test_lora_parameters_of_a_known_adapter():
@@ -381,7 +402,7 @@ def test_dropout_stores_the_input_of_each_adapted_layer_once_more(capsys):
 
 def stepping(plan):
     """Hours without evaluations."""
-    return plan["hours"] - plan["evaluations"]["times"] * plan["evaluations"]["seconds"] / 3600
+    return plan["hours"] - plan["evaluations"]["times"] * plan["evaluations"]["seconds_per_step"] / 3600
 
 
 def test_rollouts_beside_the_update_cost_the_longer_of_the_two(capsys):
@@ -453,7 +474,7 @@ def test_calls_that_share_most_of_themselves_have_a_wider_pack_on_a_cpu(capsys):
 def test_before_every_so_many_steps_and_after(capsys, steps, every, times):
     plan = planned(capsys, LENGTHS, f"train.steps={steps}", f"eval.every={every}", "eval.items=30")
     assert plan["evaluations"]["times"] == times and plan["evaluations"]["rollouts"] == 30
-    spent = steps * sum(plan["seconds_per_step"].values()) + times * plan["evaluations"]["seconds"]
+    spent = steps * sum(plan["seconds_per_step"].values()) + times * plan["evaluations"]["seconds_per_step"]
     assert plan["hours"] == pytest.approx(spent / 3600)
 
 

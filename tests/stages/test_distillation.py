@@ -192,6 +192,12 @@ MISTAKES = {
     "algo=grpo algo.privileged={answerer:answers}": "algo.privileged.answerer: has no effect: the module has no",
     "algo=distill algo.distill={answerer:policy} algo.privileged={answerer:hint}": "have no field 'hint'",
     "algo=distill algo.distill={answerer:''}": "algo.distill.answerer: got '', expected policy, initial, ",
+    "algo=distill algo.distill={}": "algo.distill: got {}, expected at least one module",
+    "algo=grpo algo.distill={answerer:policy} algo.privileged={}": "algo.privileged: got {}, expected at least one",
+    "algo=distill algo.distill={answerer:policy} algo.privileged={answerer:''}": "algo.privileged.answerer: got ''",
+    "algo=distill algo.distill={answerer:policy} algo.privileged={answerer:Think-twice.}": "no field 'Think-twice.'",
+    "algo=distill algo.distill={answerer:policy} algo.privileged={answerer:'{answers}{a-b}'}": "have no field 'a-b'",
+    "algo=grpo algo.zero_variance=refill algo.distill={answerer:policy}": "algo.zero_variance: got refill, which",
     "algo=distill algo.distill={answerer:./nowhere}": "algo.distill.answerer: policy: got './nowhere'",
     "algo=distill algo.distill={answerer:policy} algo.beta=0.1": "algo.beta: got 0.1, expected less than or equal to 0",
     "algo=distill algo.distill={answerer:policy} algo.advantage_scale={answerer:2.0}": "algo.advantage_scale: ",
@@ -212,6 +218,31 @@ def test_mistakes_are_named_before_anything_loads(words: str) -> None:
     problems = refused(*words.split(), *task, "model=tiny")
     assert any(MISTAKES[words] in problem for problem in problems), problems
     assert len(problems) == 1, problems
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        ["algo.freeze_modules=[reranker]", "algo.frozen_serving=true"],
+        ["model.lora={r: 2}", "model.modules={reranker: {frozen: true}}"],
+    ],
+)
+def test_a_teacher_with_weights_per_module_scores_each_by_its_own(
+    weights: list[str], random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The teacher's reranker is still the start, of which the student is, too; its answerer has learnt."""
+    taught = ["algo.distill={answerer: policy}", "algo.privileged={answerer: answers}", "train.lr=0.01"]
+    run_of(random_model, tmp_path / "teacher", "algo=mhgpo_rr", *taught, *weights)
+    teachers = f"algo.distill={{answerer: '{tmp_path / 'teacher'}', reranker: '{tmp_path / 'teacher'}'}}"
+    forest, _ = read_step(run_of(random_model, tmp_path / "run", "algo=distill", teachers), 1)
+    gaps = {module: [g for c in forest.calls.values() if c.module == module for g in c.distillation or ()]
+            for module in ("answerer", "reranker")}  # fmt: skip
+    assert gaps["reranker"] == pytest.approx([0.0] * len(gaps["reranker"]), abs=1e-5)
+    assert max(map(abs, gaps["answerer"])) > 1e-3
+    agent = f"algo.distill={{agent: '{tmp_path / 'teacher'}'}}"
+    assert main(line_of(random_model, tmp_path / "no", "algo=distill", "task=search_agent", agent)) == 2
+    assert "expected a policy with weights for agent" in capsys.readouterr().err
+    assert not (tmp_path / "no").exists()
 
 
 def test_a_teacher_of_other_tokens_is_refused(random_model: str, tmp_path: Path, capsys: Any) -> None:
