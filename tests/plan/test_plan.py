@@ -402,7 +402,7 @@ def test_dropout_stores_the_input_of_each_adapted_layer_once_more(capsys):
 
 def stepping(plan):
     """Hours without evaluations."""
-    return plan["hours"] - plan["evaluations"]["times"] * plan["evaluations"]["seconds_per_step"] / 3600
+    return plan["hours"] - plan["evaluations"]["times"] * plan["evaluations"]["seconds"] / 3600
 
 
 def test_rollouts_beside_the_update_cost_the_longer_of_the_two(capsys):
@@ -474,7 +474,7 @@ def test_calls_that_share_most_of_themselves_have_a_wider_pack_on_a_cpu(capsys):
 def test_before_every_so_many_steps_and_after(capsys, steps, every, times):
     plan = planned(capsys, LENGTHS, f"train.steps={steps}", f"eval.every={every}", "eval.items=30")
     assert plan["evaluations"]["times"] == times and plan["evaluations"]["rollouts"] == 30
-    spent = steps * sum(plan["seconds_per_step"].values()) + times * plan["evaluations"]["seconds_per_step"]
+    spent = steps * sum(plan["seconds_per_step"].values()) + times * plan["evaluations"]["seconds"]
     assert plan["hours"] == pytest.approx(spent / 3600)
 
 
