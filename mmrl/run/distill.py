@@ -65,7 +65,7 @@ def problems(config: RlRunConfig, task: Task) -> list[str]:
     for module, teacher in algo.models_that_teach.items():
         if is_url(teacher):
             with gathered(found, f"algo.distill.{module}: "):
-                _Server(teacher).check()
+                ScoringServer(teacher).check()
         else:
             with gathered(found, f"algo.distill.{module}: "):
                 resolve(teacher)
@@ -91,7 +91,7 @@ def check(config: RlRunConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]:
         key = f"algo.distill.{module}"
         if is_url(teacher):
             with gathered(refused, f"{key}: "):
-                _Server(teacher).check(tokenizer)
+                ScoringServer(teacher).check(tokenizer)
             continue
         policy = resolve(teacher)
         notes.append(check_policy(policy, config, key))
@@ -122,7 +122,7 @@ def load_scorers(config: RlRunConfig, forwards: Forwards) -> tuple[Mapping[str, 
     limits, scorers = [context_limit(forwards.policy.config.get_text_config())], dict[str, Scorer]()
     for teacher in dict.fromkeys(config.algo.models_that_teach.values()):
         if is_url(teacher):
-            server = _Server(teacher)
+            server = ScoringServer(teacher)
             limits.append(server.check())
             scorers[teacher] = server.score
             continue
@@ -154,7 +154,7 @@ def _scored(
     return [scored[id(call)] for call in calls]
 
 
-class _Server:
+class ScoringServer:
     """A vLLM server that scores tokens: `prompt_logprobs` of its first model, at temperature 1."""
 
     def __init__(self, url: str) -> None:

@@ -21,6 +21,9 @@ from mmrl.engines import Completion, EngineSetup, Request, Sampling, build_engin
 from mmrl.engines.endpoint_engine import with_endpoints
 from mmrl.models.chat import decode_text, render_prompt
 from mmrl.models.load import load_model, load_tokenizer
+from mmrl.models.selfcheck import CheckRow, plain_logprobs
+from mmrl.records import Call
+from mmrl.run.distill import ScoringServer
 from tests.helpers.engines import PYTHON, TINY, needs_vllm, serving
 from tests.helpers.programs import filled, make, make_dspy, play, play_dspy
 
@@ -66,6 +69,26 @@ def test_a_judge_whose_context_is_too_short_fails_from_outside_with_its_words(
     assert (rollout.error, rollout.reward) == ("judge", None)
     assert "HTTP 400" in rollout.error_message and "1024" in rollout.error_message
     assert task.describe()["judge"].endswith("(1 failures)")
+
+
+def test_a_server_is_a_teacher_of_the_same_weights(endpoint: dict[str, Any]) -> None:
+    """Its first model, without adapter, scores token ids as the model's plain forward does."""
+    tokenizer, teacher = load_tokenizer(TINY), ScoringServer(endpoint["url"])
+    assert teacher.check(tokenizer) == 1024
+    rows = [
+        CheckRow(render_prompt(tokenizer, [{"role": "user", "content": "Who?" * n}]), (5, 6, 7)[:n]) for n in (1, 2, 3)
+    ]
+    calls = [
+        Call(
+            id=str(n), example="", parent=None, module="", prompt_ids=row.prompt_ids, completion_ids=row.completion_ids,
+            completion_tokens=n,
+        )
+        for n, row in enumerate(rows, 1)
+    ]  # fmt: skip
+    for call, expected in zip(calls, plain_logprobs(load_model(TINY, "cpu"), rows), strict=True):
+        # One by one: a server with adapters, of the CPU build 0.31, ends where several are scored in one batch.
+        (found,) = teacher.score([call])
+        assert found == pytest.approx(expected, abs=1e-4)
 
 
 def test_papillons_external_model_answers_and_a_judge_without_a_verdict_is_never_credited(
