@@ -20,10 +20,10 @@ from mmrl.config import (
     StageConfig,
     TaskConfig,
 )
-from mmrl.config.algo import INITIAL, POLICY, is_url
 from mmrl.config.base import MINI, SPLITS, Idle, Section
 from mmrl.config.retriever import Bm25Config
 from mmrl.config.tasks import BUILT_IN, PRIVILEGED
+from mmrl.config.teacher import INITIAL, POLICY, is_url
 from mmrl.errors import CheckpointError, ConfigError, located, refuse, unknown
 from mmrl.models.load import local_path
 from mmrl.plan.cost import NAMES as DEVICES

@@ -9,20 +9,13 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, PrivateAttr, field_validator, model_validator
 
 from mmrl.config.base import Idle, MethodConfig, Temperature, needs, no_lookalike
-from mmrl.config.teacher import STUDENT, TeacherConfig
+from mmrl.config.teacher import INITIAL, POLICY, STUDENT, TeacherConfig, scoring_problems
 
 Aggregate = Literal["mean", "max", "min", "random", "tree_value"]
 FACTOR = 1e30
 """Largest coefficient: times the largest reward it is still a number, and so is its square."""
-POLICY, INITIAL = "policy", "initial"
-"""Teachers of `algo.distill` without a model of their own: the weights in training, and those the run began with."""
 MOST_SAMPLES = 100_000
 """Largest group: beyond it a typing error is likelier than a wish."""
-
-
-def is_url(teacher: str) -> bool:
-    """Return True if a teacher is a server."""
-    return teacher.startswith(("http://", "https://"))
 
 
 class AlgoConfig(MethodConfig):
@@ -94,27 +87,15 @@ class AlgoConfig(MethodConfig):
 
     @model_validator(mode="after")
     def _distilled(self) -> AlgoConfig:
-        if getattr(self, "reserialise", False) and self.distill is not None:
+        if self.distill is not None and getattr(self, "reserialise", False):
             raise ValueError("distill: teachers score sampled tokens, and reserialise trains on others; leave one out")
-        for key, named in (("distill", self.distill), ("privileged", self.privileged)):
-            if named == {}:
-                raise ValueError(f"{key}: got {{}}, expected at least one module")
-        if self.distill and self.refills:
+        if self.distill is not None and self.refills:
             raise ValueError(
                 "zero_variance: got refill, which leaves out examples with equal rewards, of which the teachers of "
                 "distill would teach; use drop or keep"
             )
-        for module, text in (self.privileged or {}).items():
-            if not text.strip():
-                raise ValueError(f"privileged.{module}: got '{text}', expected a field of the record, or a text")
-        for module, teacher in self.models_that_teach.items():
-            if not teacher:
-                raise ValueError(f"distill.{module}: got '', expected {POLICY}, {INITIAL}, a policy or a URL")
-            if is_url(teacher) and self.temperature != 1:
-                raise ValueError(
-                    f"temperature: got {self.temperature:g}, and a server ({teacher}) gives log-probabilities at "
-                    "temperature 1 alone; use 1, or a teacher that is loaded here"
-                )
+        if problems := scoring_problems(self.distill, self.privileged, self.temperature):
+            raise ValueError(*problems)
         return self
 
 

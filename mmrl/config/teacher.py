@@ -1,7 +1,11 @@
-"""`algo.teachers`: programs that make rollouts for mmGRPO beside the student; a model that CCPO exchanges by."""
+"""Teachers: `algo.distill`, which score what the policy has sampled; `algo.teachers`, which write themselves.
+
+The latter are programs that make rollouts for mmGRPO beside the student, or a model that CCPO exchanges by.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Self
 
 from pydantic import Field, model_validator
@@ -11,6 +15,35 @@ from mmrl.config.endpoint import EndpointConfig
 
 STUDENT = "student"
 """Name of the policy in training, among the teachers of mmGRPO."""
+POLICY, INITIAL = "policy", "initial"
+"""Teachers of `algo.distill` without a model of their own: the weights in training, and those the run began with."""
+
+
+def is_url(teacher: str) -> bool:
+    """Return True if a teacher of `algo.distill` is a server."""
+    return teacher.startswith(("http://", "https://"))
+
+
+def scoring_problems(
+    distill: Mapping[str, str] | None, privileged: Mapping[str, str] | None, temperature: float
+) -> list[str]:
+    """Return the problems of `algo.distill` and `algo.privileged` on their own, one sentence each."""
+    pairs = (("distill", distill), ("privileged", privileged))
+    problems = [f"{key}: got {{}}, expected at least one module" for key, named in pairs if named == {}]
+    problems += [
+        f"privileged.{module}: got '{text}', expected a field of the record, or a text with {{fields}}"
+        for module, text in (privileged or {}).items()
+        if not text.strip()
+    ]
+    for module, teacher in (distill or {}).items():
+        if not teacher:
+            problems.append(f"distill.{module}: got '', expected {POLICY}, {INITIAL}, a policy or a URL")
+        elif is_url(teacher) and temperature != 1:
+            problems.append(
+                f"temperature: got {temperature:g}, and a server ({teacher}) gives log-probabilities at temperature 1 "
+                "alone; use 1, or a teacher that is loaded here"
+            )
+    return list(dict.fromkeys(problems))
 
 
 class TeacherConfig(Section):

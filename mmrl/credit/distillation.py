@@ -53,9 +53,19 @@ def distilled_entries(forest: Forest, algo: AlgoConfig, minibatch: Minibatches =
     return entries
 
 
-def distillation_metrics(forest: Forest) -> dict[str, float]:
-    """Return `module/<m>/teacher_gap`: mean of log pi_T - log pi_S over the module's tokens, in nats."""
-    gaps: dict[str, list[float]] = defaultdict(list)
+def distillation_metrics(forest: Forest, algo: AlgoConfig) -> dict[str, float]:
+    """Return `module/<m>/teacher_gap`, the mean of log pi_T - log pi_S over the module's tokens, in nats.
+
+    Also `module/<m>/untaught_share`: calls of the policy that no teacher could read; absent where there are none.
+    """
+    calls: dict[str, list[Call]] = defaultdict(list)
     for call in forest.calls.values():
-        gaps[call.module] += call.distillation or ()
-    return {f"module/{module}/teacher_gap": fmean(values) for module, values in gaps.items() if values}
+        if call.module in (algo.distill or {}) and call.teacher is None and call.completion_tokens:
+            calls[call.module].append(call)
+    metrics = {}
+    for module, own in calls.items():
+        if gaps := [gap for call in own for gap in call.distillation or ()]:
+            metrics[f"module/{module}/teacher_gap"] = fmean(gaps)
+        if untaught := fmean(call.distillation is None for call in own):
+            metrics[f"module/{module}/untaught_share"] = untaught
+    return metrics

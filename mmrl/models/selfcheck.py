@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mmrl.models.chat import encode_text
+from mmrl.records import Call
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +41,18 @@ class CheckRow:
 
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[int, ...]
+
+    def call(self, name: object, module: str = "") -> Call:
+        """Return the row as a call of a module, for forwards that take calls."""
+        return Call(
+            id=str(name),
+            example="",
+            parent=None,
+            module=module,
+            prompt_ids=self.prompt_ids,
+            completion_ids=self.completion_ids,
+            completion_tokens=len(self.completion_ids),
+        )
 
 
 @dataclass(frozen=True, slots=True)

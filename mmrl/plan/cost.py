@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import psutil
 
 from mmrl.config import RlRunConfig, RootConfig
-from mmrl.config.algo import INITIAL
 from mmrl.config.engines import VllmConfig
+from mmrl.config.teacher import INITIAL
 from mmrl.errors import ConfigError
 from mmrl.plan.shapes import Shape
 from mmrl.plan.workload import Load

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from mmrl.algorithms import ALGORITHMS
 from mmrl.config import RlRunConfig
-from mmrl.config.algo import POLICY, is_url
 from mmrl.config.tasks import PRIVILEGED
+from mmrl.config.teacher import POLICY, is_url
 from mmrl.engines.vllm.api import VllmApi
 from mmrl.errors import ConfigError, EngineFailure, gathered, unknown
 from mmrl.records import Call

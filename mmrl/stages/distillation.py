@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mmrl.config import AlgoConfig
-from mmrl.config.algo import INITIAL, POLICY
+from mmrl.config.teacher import INITIAL, POLICY
 from mmrl.errors import ConfigError
 from mmrl.models.chat import encode_text, end_of_prompt
 from mmrl.records import EMPTY, Call, Example, Forest, Rollout
@@ -115,6 +115,8 @@ class Teachers:
                 if call.module != module or not call.completion_ids or call.teacher is not None:
                     continue
                 view = self._view(forest, call, examples[call.example], first.get(call.id))
+                if view is None:
+                    continue
                 if self.context is not None and len(view.prompt_ids) + call.completion_tokens > self.context:
                     continue
                 if teacher == POLICY and view is call:
@@ -135,13 +137,19 @@ class Teachers:
             return lambda calls: self.forwards.policy_logprobs(calls, reference=teacher == INITIAL)
         return lambda calls: self.others[teacher](calls) if calls else ()
 
-    def _view(self, forest: Forest, call: Call, example: Example, rollout: Rollout | None) -> Call:
-        """Return a call as its teacher reads it: the call itself where there is nothing more to read."""
+    def _view(self, forest: Forest, call: Call, example: Example, rollout: Rollout | None) -> Call | None:
+        """Return a call as its teacher reads it; the call itself where nothing is privileged.
+
+        None where it would read feedback, and the score has given none.
+        """
         text = (self.algo.privileged or {}).get(call.module)
         if text is None:
             return call
-        fields = {**example.inputs, **example.metadata, FEEDBACK: _feedback(rollout, call.module)}
-        added = FIELD.sub(lambda match: shown(fields[match[1]]), template_of_text(text))
+        template, feedback = template_of_text(text), _feedback(rollout, call.module)
+        if not feedback and FEEDBACK in FIELD.findall(template):
+            return None
+        fields = {**example.inputs, **example.metadata, FEEDBACK: feedback}
+        added = FIELD.sub(lambda match: shown(fields[match[1]]), template)
         begin = _opening(forest, call)
         frame = end_of_prompt(self.tokenizer)
         place = len(begin.prompt_ids) - len(frame)

@@ -14,7 +14,6 @@ from mmrl.errors import ConfigError
 from mmrl.models.attending import attended_layers
 from mmrl.models.load import HYBRIDS, causal_lm, unknown_layers
 from mmrl.models.selfcheck import CheckRow, Way, evaluating, plain_logprobs
-from mmrl.records import Call
 from mmrl.trainer.logprobs import score
 from mmrl.trainer.objective import TrainCall
 from mmrl.trainer.packing import make_packs
@@ -71,20 +70,7 @@ def _differing(model: PreTrainedModel, varlen: bool) -> str | None:
     # A trie of three levels: one row leaves the others in the middle of a completion.
     beginnings = (ids[:20] + ids[20:40], ids[:20] + ids[20:30] + ids[90:100], ids[:20] + ids[100:120])
     rows = [CheckRow(tuple(ids[:20]), tuple(whole[20:] + ids[n : n + 5])) for n, whole in enumerate(beginnings)]
-    calls = [
-        TrainCall(
-            call=Call(
-                id=str(number),
-                example="",
-                parent=None,
-                module="",
-                prompt_ids=row.prompt_ids,
-                completion_ids=row.completion_ids,
-                completion_tokens=len(row.completion_ids),
-            )
-        )
-        for number, row in enumerate(rows)
-    ]
+    calls = [TrainCall(call=row.call(number)) for number, row in enumerate(rows)]
     half = model.dtype in (torch.bfloat16, torch.float16)
     try:
         (pack,) = make_packs(calls, 10**6, beta=0.0, modules=[""], score_all=True, tries=True)

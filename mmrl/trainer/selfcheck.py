@@ -17,7 +17,6 @@ from mmrl.engines.embedded.batch_rows import HALF_TOLERANCE, TOLERANCE, differen
 from mmrl.engines.embedded.prefixes import common_prefix
 from mmrl.errors import ConfigError, MmrlError
 from mmrl.models.selfcheck import Way, check_rows, drawn_adapters, evaluating, plain_logprobs
-from mmrl.records import Call
 from mmrl.trainer.forwards import Forwards, module_names
 from mmrl.trainer.objective import TrainCall, active
 from mmrl.trainer.packing import Pack
@@ -55,20 +54,7 @@ def check_at_load(forwards: Forwards, tokenizer: PreTrainedTokenizerBase) -> lis
     limit = getattr(settings, "max_position_embeddings", None)
     rows = check_rows(tokenizer, settings.vocab_size, limit, half=half)
     module = next(iter(forwards.adapters.by_module)) if forwards.adapters is not None else ""
-    calls = [
-        TrainCall(
-            call=Call(
-                id=str(number),
-                example="",
-                parent=None,
-                module=module,
-                prompt_ids=row.prompt_ids,
-                completion_ids=row.completion_ids,
-                completion_tokens=len(row.completion_ids),
-            )
-        )
-        for number, row in enumerate(rows)
-    ]
+    calls = [TrainCall(call=row.call(number, module)) for number, row in enumerate(rows)]
     try:
         with drawn_adapters(model), evaluating(model):
             forwards.use_adapter(forwards.make_packs(calls[:1], [module], score_all=True)[0])

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from mmrl.config import AlgoConfig, ModelConfig, TrainConfig
-from mmrl.config.algo import INITIAL, CriticConfig
+from mmrl.config.algo import CriticConfig
 from mmrl.config.rules import across_sections
 from mmrl.config.sft import SFT
+from mmrl.config.teacher import INITIAL
 from mmrl.errors import ConfigError
 from mmrl.models.adapter import targets_of
 

@@ -30,7 +30,7 @@ from mmrl.engines.embedded.transformers_engine import TransformersEngine
 from mmrl.errors import EngineFailure, MmrlError
 from mmrl.models.adapter import check_new_adapter
 from mmrl.models.load import NO_CODE, load_model, load_tokenizer, skeleton
-from mmrl.records import Call
+from mmrl.models.selfcheck import CheckRow
 from mmrl.trainer.objective import TrainCall
 from mmrl.trainer.settings import Settings
 from mmrl.trainer.trl_trainer import MmrlTrainer
@@ -197,20 +197,7 @@ def trainer(case: Case, lora: LoraConfig | None = None) -> MmrlTrainer:
 
 def calls(case: Case) -> list[TrainCall]:
     """Return the rows as calls."""
-    return [
-        TrainCall(
-            call=Call(
-                id=str(number),
-                example="",
-                parent=None,
-                module="",
-                prompt_ids=prompt,
-                completion_ids=completion,
-                completion_tokens=len(completion),
-            )
-        )
-        for number, (prompt, completion) in enumerate(case.rows)
-    ]
+    return [TrainCall(call=CheckRow(*row).call(number)) for number, row in enumerate(case.rows)]
 
 
 def scored(made: MmrlTrainer, case: Case, *, tries: bool) -> list[torch.Tensor]:

@@ -68,6 +68,21 @@ def test_worked_numbers(loss_mean: str) -> None:
     assert result.metrics["module/rewriter/teacher_gap"] == pytest.approx(8.5 / 7)
 
 
+def test_calls_that_no_teacher_could_read_are_counted() -> None:
+    forest = two_questions()
+    calls = {name: replace(call, distillation=None) if name == "b/1#1" else call for name, call in forest.calls.items()}
+    result = credit(replace(forest, calls=calls), "distill", distill=dict.fromkeys(forest.modules, "policy"))
+    assert result.metrics["module/answerer/untaught_share"] == pytest.approx(1 / 4)
+    assert "module/rewriter/untaught_share" not in result.metrics
+    assert "b/1#1" not in {entry.call for entry in result.entries}
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_rollouts_of_an_example_are_as_many_as_asked_for(size: int) -> None:
+    algo = ALGO_SCHEMAS["distill"].model_validate({"name": "distill", "distill": {"a": "policy"}, "group_size": size})
+    assert len(ALGORITHMS["distill"].plan(algo, ("a",), (0, 1, "q"))) == size
+
+
 def test_the_share_of_a_call_is_that_within_its_minibatch() -> None:
     result = credit(
         two_questions(), "distill", minibatch={"a": 0, "b": 1}, distill={"rewriter": "policy", "answerer": "policy"}

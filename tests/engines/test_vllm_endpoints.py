@@ -22,7 +22,6 @@ from mmrl.engines.endpoint_engine import with_endpoints
 from mmrl.models.chat import decode_text, render_prompt
 from mmrl.models.load import load_model, load_tokenizer
 from mmrl.models.selfcheck import CheckRow, plain_logprobs
-from mmrl.records import Call
 from mmrl.run.distill import ScoringServer
 from tests.helpers.engines import PYTHON, TINY, needs_vllm, serving
 from tests.helpers.programs import filled, make, make_dspy, play, play_dspy
@@ -78,13 +77,7 @@ def test_a_server_is_a_teacher_of_the_same_weights(endpoint: dict[str, Any]) -> 
     rows = [
         CheckRow(render_prompt(tokenizer, [{"role": "user", "content": "Who?" * n}]), (5, 6, 7)[:n]) for n in (1, 2, 3)
     ]
-    calls = [
-        Call(
-            id=str(n), example="", parent=None, module="", prompt_ids=row.prompt_ids, completion_ids=row.completion_ids,
-            completion_tokens=n,
-        )
-        for n, row in enumerate(rows, 1)
-    ]  # fmt: skip
+    calls = [row.call(number) for number, row in enumerate(rows)]
     for call, expected in zip(calls, plain_logprobs(load_model(TINY, "cpu"), rows), strict=True):
         # One by one: a server with adapters, of the CPU build 0.31, ends where several are scored in one batch.
         (found,) = teacher.score([call])

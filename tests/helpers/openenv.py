@@ -85,7 +85,7 @@ class Tools(MCPEnvironment):
         return Observation()
 
     def _step_impl(self, action, timeout_s=None, **kwargs):
-        raise NotImplementedError
+        raise ValueError(f"got {action}, which calls no tool")
 
     @property
     def state(self):

@@ -13,7 +13,7 @@ import pytest
 from mmrl.config import ModelConfig
 from mmrl.engines.embedded.batch_rows import eos_ids
 from mmrl.errors import MmrlError
-from mmrl.models.chat import decode_text, encode_text, render_observation, render_prompt, template_of
+from mmrl.models.chat import decode_text, encode_text, end_of_prompt, render_observation, render_prompt, template_of
 from mmrl.models.load import load_tokenizer
 from mmrl.models.replies import message_of
 from mmrl.models.template_facts import template_facts
@@ -200,3 +200,19 @@ def test_gpt_oss_replies_are_their_final_part() -> None:
         "<|channel|>analysis<|message|>Maybe Lyon?<|end|><|start|>assistant<|channel|>final<|message|>Paris<|return|>"
     )
     assert decode_text(tokenizer, tokenizer(reply, add_special_tokens=False).input_ids) == "Paris"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_text_before_the_end_of_a_prompt_is_the_end_of_its_users_message(name: str) -> None:
+    """Where the teachers of `algo.privileged` read more: the same ids as of a longer message."""
+    tokenizer, end = loaded(name), end_of_prompt(loaded(name))
+    system = [SYSTEM] if template_facts(tokenizer).system == "role" else []
+    for before in ([], system, [USER, {"role": "assistant", "content": "There."}]):
+        for asked in ("Where was she born?", "1 2 (3)", "x = {y};"):
+            prompt = render_prompt(tokenizer, [*before, {"role": "user", "content": asked}])
+            place = len(prompt) - len(end)
+            assert prompt[place:] == end
+            longer = (*prompt[:place], *encode_text(tokenizer, "\n\nThe answer: Oslo."), *end)
+            message = {"role": "user", "content": f"{asked}\n\nThe answer: Oslo."}
+            official = render_prompt(tokenizer, [*before, message])
+            assert tokenizer.decode(list(longer)) == tokenizer.decode(list(official))

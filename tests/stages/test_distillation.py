@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,17 @@ def test_what_no_longer_fits_the_context_has_no_teacher(tiny: Any) -> None:
         teachers = Teachers(algo=algo, forwards=Scores(), tokenizer=tiny, context=limit)  # type: ignore[arg-type]
         found = teachers.complete(forest, {"q": example}, None)
         assert [c.distillation and len(c.distillation) for c in found.calls.values()] == lengths
+
+
+def test_without_feedback_a_teacher_that_reads_it_says_nothing(tiny: Any) -> None:
+    forest = two_turns(tiny)
+    silent = replace(forest, rollouts=tuple(replace(rollout, feedback={}) for rollout in forest.rollouts))
+    algo = AlgoConfig(name="x", distill={"agent": "policy"}, privileged={"agent": "{feedback}"})
+    teachers = Teachers(algo=algo, forwards=Scores(), tokenizer=tiny)  # type: ignore[arg-type]
+    example = Example(id="q", inputs={})
+    for given, taught in ((forest, True), (silent, False)):
+        found = teachers.complete(given, {"q": example}, None)
+        assert [call.distillation is not None for call in found.calls.values()] == [taught, taught]
 
 
 def test_fields_that_records_lack_are_named() -> None:
