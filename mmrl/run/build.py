@@ -23,7 +23,7 @@ from mmrl.config.tasks import PRIVILEGED, EnvironmentConfig
 from mmrl.config.teacher import STUDENT, TeacherConfig
 from mmrl.engines import EngineSetup, build_engine, needs_model
 from mmrl.engines.base import Engine
-from mmrl.errors import ConfigError, unknown
+from mmrl.errors import ConfigError, refuse, unknown
 from mmrl.models.assignment import ModuleAssignment
 from mmrl.records import Example
 from mmrl.rollout import with_program
@@ -165,6 +165,15 @@ def check_model(config: StageConfig) -> None:
     model, warnings = config.model, []
     tokenizer = load_tokenizer(model)
     _refuse_tools(tokenizer, config)
+    if isinstance(config, WeightRunConfig) and config.train.packing == "trie_varlen":
+        # Of the model's layers the trainer says the rest.
+        refuse(
+            f"train.packing: got 'trie_varlen', whose kernel {fault}; use auto, trie or padded"
+            for fault in (
+                *(["is for CUDA, and the device is the CPU"] if config.hardware.device == "cpu" else ()),
+                *(["computes in 16 bits alone, and model.dtype=float32"] if model.dtype == "float32" else ()),
+            )
+        )
     if isinstance(config, WeightRunConfig) or needs_model(config.engine.name):
         empty, note = skeleton(model)
         _refuse_context(tokenizer, empty, config)

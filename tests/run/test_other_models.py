@@ -89,3 +89,11 @@ def test_the_first_items_of_the_mini_world_stay_the_first():
 def test_only_of_the_tiny_model_an_evaluation_says_that_it_cannot_read_real_text(policy, said):
     assert bool(unsuited(policy, {"data": "dev FILE"})) == said
     assert not unsuited(policy, {"data": "mini world"})
+
+
+def test_a_packing_that_this_device_cannot_do_is_refused_before_a_run_begins(tmp_path, capsys):
+    words = ["algo=grpo", "task=qa_direct", "model=tiny", "model.dtype=float32", "hardware=cpu"]
+    assert main(["train", *words, "train.packing=trie_varlen", f"run.dir={tmp_path / 'run'}"]) == 2
+    err = capsys.readouterr().err
+    assert "train.packing: got 'trie_varlen', whose kernel is for CUDA" in err and "model.dtype=float32" in err
+    assert not (tmp_path / "run").exists()
