@@ -6,6 +6,7 @@ Part of `trainer`. What attention gets says whether a model's layers can share p
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from mmrl.errors import ConfigError
 from mmrl.models.attending import attended_layers
 from mmrl.models.load import HYBRIDS, causal_lm, unknown_layers
-from mmrl.models.selfcheck import CheckRow, Way, evaluating, plain_logprobs
+from mmrl.models.selfcheck import CheckRow, Way, evaluating, plain_logprobs, rounding_noise
 from mmrl.trainer.logprobs import score
 from mmrl.trainer.objective import TrainCall
 from mmrl.trainer.packing import make_packs
@@ -78,12 +79,15 @@ def _differing(model: PreTrainedModel, varlen: bool) -> str | None:
         pack.tree.varlen = varlen
         with torch.no_grad(), evaluating(model):
             plain = plain_logprobs(model, rows)
+            noise = rounding_noise(model, partial(plain_logprobs, model, rows), plain) if half else 0.0
             head = model.get_output_embeddings()
             found = score(model, head, pack.to(model.device), 1.0, last=last_parts(model)).logprobs
         packed = [found[pack.of_call == place].tolist() for place in range(len(pack.calls))]
     except Exception as error:  # whatever the code of an architecture raises on a pack
         return f"{type(model).__name__} cannot forward a packed trie ({type(error).__name__})"
     return (
-        Way.compared("packed tries", packed, [plain[calls.index(train)] for train in pack.calls]).fault(half=half)
+        Way.compared("packed tries", packed, [plain[calls.index(train)] for train in pack.calls]).fault(
+            half=half, noise=noise
+        )
         or None
     )

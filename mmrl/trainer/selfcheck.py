@@ -7,7 +7,7 @@ batch, before anything is trained.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ import torch
 from mmrl.engines.embedded.batch_rows import HALF_TOLERANCE, TOLERANCE, difference
 from mmrl.engines.embedded.prefixes import common_prefix
 from mmrl.errors import ConfigError, MmrlError
-from mmrl.models.selfcheck import Way, check_rows, drawn_adapters, evaluating, plain_logprobs
+from mmrl.models.selfcheck import Rows, Way, check_rows, drawn_adapters, evaluating, plain_logprobs, rounding_noise
 from mmrl.trainer.forwards import Forwards, module_names
 from mmrl.trainer.objective import TrainCall, active
 from mmrl.trainer.packing import Pack
@@ -24,9 +24,6 @@ from mmrl.trainer.sharding import shares_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Rows = Sequence[Sequence[float]]
-"""Log-probabilities of the calls' completions, in the order of the calls."""
 
 PADDED, PACKED = "padded rows", "packed tries"
 SAMPLE_TOKENS = 1024
@@ -58,13 +55,16 @@ def check_at_load(forwards: Forwards, tokenizer: PreTrainedTokenizerBase) -> lis
     try:
         with drawn_adapters(model), evaluating(model):
             forwards.use_adapter(forwards.make_packs(calls[:1], [module], score_all=True)[0])
-            with forwards.autocast():
-                plain = plain_logprobs(model, rows, forwards.settings.algo.temperature)
-            if not all(math.isfinite(number) for row in plain for number in row):
+
+            def plain() -> Rows:
+                with forwards.autocast():
+                    return plain_logprobs(model, rows, forwards.settings.algo.temperature)
+
+            if not all(math.isfinite(number) for row in plain() for number in row):
                 raise ConfigError(
                     "model.path: log-probabilities of a short text are no finite numbers; are the weights?"
                 )
-            return _compare(forwards, calls, plain)
+            return _compare(forwards, calls, plain)[0]
     except MmrlError:
         raise
     except Exception as error:  # whatever the code of an architecture raises on rows that it is not made for
@@ -72,11 +72,11 @@ def check_at_load(forwards: Forwards, tokenizer: PreTrainedTokenizerBase) -> lis
         raise ConfigError(f"model.path: the trainer cannot compute with this model: {reason}") from error
 
 
-def check_batch(forwards: Forwards, calls: Sequence[TrainCall]) -> bool:
+def check_batch(forwards: Forwards, calls: Sequence[TrainCall]) -> float | None:
     """Compare a few of the first batch's `calls`, padded, packed and in training mode, with each call alone.
 
     Returns:
-        False where nothing would be trained.
+        What rounding alone makes of them (`rounding_noise`); None where nothing would be trained.
 
     Raises:
         ConfigError: they differ.
@@ -84,37 +84,36 @@ def check_batch(forwards: Forwards, calls: Sequence[TrainCall]) -> bool:
     """
     compared = _compared_calls(forwards, calls)
     if not compared:
-        return False
+        return None
     draw = not shares_weights(forwards.accelerator)
     with drawn_adapters(forwards.policy, draw=draw), evaluating(forwards.policy):
         # Sharded weights are gathered by every process in each forward, so all of them make the same ones.
-        alone = [_scored(forwards, [train], tries=False)[0] for train in compared]
-        _compare(forwards, compared, alone)
+        _, noise = _compare(
+            forwards, compared, lambda: [_scored(forwards, [train], tries=False)[0] for train in compared]
+        )
     if forwards.tries:
         check_tries(forwards, compared)
-    return True
+    return noise
 
 
-def _compare(forwards: Forwards, calls: Sequence[TrainCall], plain: Rows) -> list[Way]:
-    """Compare the trainer's ways with log-probabilities of each call alone; raises `ConfigError` where one differs."""
-    half = _is_half(forwards)
+def _compare(forwards: Forwards, calls: Sequence[TrainCall], alone: Callable[[], Rows]) -> tuple[list[Way], float]:
+    """Compare the trainer's ways with log-probabilities of each call alone; raises `ConfigError` where one differs.
+
+    Also returns what rounding alone makes of these.
+    """
+    half, plain = _is_half(forwards), alone()
     tries = [False, True] if forwards.tries else [False]
     ways = [Way.compared(PACKED if way else PADDED, _scored(forwards, calls, tries=way), plain) for way in tries]
     training = _scored(forwards, calls, tries=forwards.tries, training=True)
     ways.append(Way.compared("training mode", training, plain))
-    noise = 0.0
-    if half:
-        # What is padding's own share, in rows of equal lengths, has nothing to do with the architecture.
-        twice = _scored(forwards, [calls[-1], calls[-1]], tries=False)[:1]
-        noise = Way.compared("", twice, plain[-1:]).median
+    noise = rounding_noise(forwards.policy, alone, plain) if half else 0.0
     for way in ways:
         if fault := way.fault(half=half, noise=noise):
             raise ConfigError(
                 f"model.path: the trainer cannot train this model: against the plain forward of one row, {fault} "
                 "(model.selfcheck=false trains all the same)"
             )
-        noise = max(noise, way.median) if way.name == PADDED else noise
-    return ways
+    return ways, noise
 
 
 def _scored(
@@ -245,11 +244,12 @@ def _cosine(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> fl
     return product / (sizes[0] * sizes[1]) ** 0.5 if all(sizes) else 0.0
 
 
-def require_same_policy(gaps: Sequence[torch.Tensor], forwards: Forwards) -> None:
+def require_same_policy(gaps: Sequence[torch.Tensor], forwards: Forwards, noise: float) -> None:
     """Compare the engine's record of the first batch with the trainer's forwards; a collective.
 
     Args:
         gaps: differences of log-probabilities, by pack, before any update.
+        noise: what rounding alone makes of the batch (`check_batch`).
 
     Raises:
         MmrlError: the engine serves other weights, or computes otherwise.
@@ -257,7 +257,7 @@ def require_same_policy(gaps: Sequence[torch.Tensor], forwards: Forwards) -> Non
     own = torch.cat([*gaps]) if gaps else torch.zeros(0)
     # By the median alone: an engine may have kernels of its own, and another precision than the trainer.
     way = Way("the engine", float(own.max()), float(own.median()), len(own)) if len(own) else None
-    fault = way.fault(half=True) if way is not None else ""
+    fault = way.fault(half=True, noise=noise) if way is not None else ""
     # Processes have other packs, and all of them must stop.
     if float(forwards.reduce(torch.tensor(float(bool(fault)), device=forwards.device), "max")):
         raise MmrlError(

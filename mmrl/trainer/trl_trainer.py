@@ -123,6 +123,8 @@ class MmrlTrainer(GRPOTrainer):
         """The first batch is still to be compared (`selfcheck`)."""
         self.recorded = False
         """The engine's record of this step is still to be compared."""
+        self.noise = 0.0
+        """What rounding alone makes of the first batch's log-probabilities, in half precision."""
         # Before TRL wraps the model: the critic may copy its backbone, and the reference is the model as it is now.
         self.critic = None if settings.critic is None else Critic(settings, settings.critic, model)
         self.critic_lr = 0.0
@@ -220,7 +222,8 @@ class MmrlTrainer(GRPOTrainer):
             self.forwards.policy.eval()
             settings, batch = self.settings, self._next_batch(step)
             if self.unchecked:
-                self.unchecked = not check_batch(self.forwards, batch.calls)
+                noise = check_batch(self.forwards, batch.calls)
+                self.unchecked, self.noise = noise is None, noise or 0.0
                 # Batches that were sampled ahead come from older weights.
                 self.recorded = not self.unchecked and (step == 1 or not settings.train.staleness)
             started = time.perf_counter()
@@ -287,7 +290,7 @@ class MmrlTrainer(GRPOTrainer):
             with nullcontext() if now else self.accelerator.no_sync(model):
                 total += self._train_on(model, pack, first=update.first)
         if self.recorded:
-            require_same_policy(self.totals.gaps_of_packs, self.forwards)
+            require_same_policy(self.totals.gaps_of_packs, self.forwards, self.noise)
             self.recorded = False
         loss = float(self.forwards.reduce(total, "sum"))
         self.totals.losses.append(finite(loss, "loss", update.step))

@@ -18,7 +18,7 @@ from mmrl.engines.base import EngineSetup
 from mmrl.engines.embedded.hf_loop import HFLoop, WholeRows
 from mmrl.engines.embedded.transformers_engine import TransformersEngine
 from mmrl.errors import ConfigError, LengthFailure, MmrlError
-from mmrl.models.selfcheck import CheckRow, Way, check_rows, drawn_adapters, evaluating, plain_logprobs
+from mmrl.models.selfcheck import CheckRow, Way, check_rows, drawn_adapters, evaluating, plain_logprobs, rounding_noise
 from tests.helpers.engines import VOCABULARY, generate, model, request, tokenizer
 from tests.helpers.trainer_cases import (
     LORA,
@@ -50,7 +50,7 @@ def engine(policy: Any, loop: Any = "auto") -> TransformersEngine:
         (True, 0.019, 64, 0.0, False),
         (True, 0.021, 64, 0.0, True),
         (True, 0.021, 63, 0.0, False),  # of so few tokens a median says nothing
-        (True, 0.021, 64, 0.006, False),  # four times what padding alone does
+        (True, 0.021, 64, 0.006, False),  # four times what one rounding does
         (True, 0.025, 64, 0.006, True),
         (True, math.nan, 3, 0.0, True),
     ],
@@ -58,6 +58,19 @@ def engine(policy: Any, loop: Any = "auto") -> TransformersEngine:
 def test_what_passes_as_rounding(half: bool, gap: float, tokens: int, noise: float, wrong: bool) -> None:
     way = Way.compared("it", [[-1.0] * tokens], [[-1.0 + gap] * tokens])
     assert bool(way.fault(half=half, noise=noise)) == wrong
+
+
+def test_a_rounding_says_how_far_half_precision_is_from_float32() -> None:
+    policy = model()
+    rows = check_rows(tokenizer(), VOCABULARY, None, half=True)
+    exact = plain_logprobs(policy, rows)
+    rounded = plain_logprobs(policy.to(torch.bfloat16), rows)
+    gap = Way.compared("", rounded, exact).median
+    noise = rounding_noise(policy, lambda: plain_logprobs(policy, rows), rounded)
+    assert gap > 0.005
+    assert gap / 4 < noise < 4 * gap
+    # Nothing of it stays.
+    assert plain_logprobs(policy, rows) == rounded
 
 
 def test_in_half_precision_one_token_decides_nothing_and_in_float32_all() -> None:

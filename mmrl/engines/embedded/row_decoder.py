@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -26,7 +27,7 @@ from mmrl.engines.embedded.pending import PendingRequest
 from mmrl.engines.embedded.sampling import sample
 from mmrl.engines.embedded.state_loop import StateLoop, serves
 from mmrl.errors import ConfigError, EngineFailure
-from mmrl.models.selfcheck import CheckRow, Way, logprobs_of, padding_noise, plain_logprobs
+from mmrl.models.selfcheck import CheckRow, Way, logprobs_of, plain_logprobs, rounding_noise
 
 LOG = logging.getLogger("mmrl.engines")
 
@@ -242,7 +243,7 @@ class RowDecoder:
         reference = HFLoop(model, adapter)
         with torch.no_grad(), reference.using_adapter():
             plain = plain_logprobs(model, rows)
-            noise = padding_noise(model, rows, plain) if half else 0.0
+            noise = rounding_noise(model, partial(plain_logprobs, model, rows), plain) if half else 0.0
         if not all(math.isfinite(number) for row in plain for number in row):
             return None
         while True:
