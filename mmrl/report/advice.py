@@ -140,6 +140,10 @@ ADVICE: Mapping[str, Advice] = {
     ),
     "timeouts": Advice("{now_share} of the rollouts take too long ({subject})", "raise task.timeout_s"),
     "packing": Advice("{subject}", "this model's layers cannot share prefixes: use train.packing=padded"),
+    "copies_prompt": Advice(
+        "{now_share} of the replies are the same words of the prompt: {subject}",
+        "show the form by demonstrations that differ, not by an example inside of the instruction (task.prompts)",
+    ),
     "no_tool_calls": Advice(
         "no rollout uses a tool; a reply: {subject}",
         "begin with a supervised start (algo=sft), show a call in the prompt, or take a model that writes calls in the "

@@ -47,6 +47,8 @@ SELDOM = 0.5
 """`seldom_parses`: share of replies that can be parsed."""
 CUT = 0.5
 """`cut`: share of replies that are cut at the limit."""
+COPIED = 0.8
+"""`copies_prompt`: share of a module's replies that are the same words of its prompt."""
 MANY_GROUPS = 8
 """`zero_variance`: groups; fewer that all have equal rewards may be chance, unless every reward is the same."""
 BROKEN_GAP = 1.0
@@ -73,6 +75,8 @@ class Probe:
     """Kind of failure -> the first one's message."""
     unread: Mapping[str, str] = field(default_factory=dict)
     """Module -> a reply that could not be used."""
+    copied: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+    """Module -> its most frequent reply, and the share of its replies that are that, where its prompts have it too."""
     first_reply: str = ""
     unpacked: str = ""
     """Why packed and padded updates differ; empty where they do not."""
@@ -105,7 +109,8 @@ def _middle(key: str) -> str:
 
 def find(probe: Probe) -> list[Finding]:
     """Return the findings of a played step, those first that make training useless."""
-    raised = alarms([{"step": 0, **probe.metrics}], window=1, extra=tuple(_rules(probe)))
+    copied = {f"module/{module}/copied": share for module, (_, share) in probe.copied.items()}
+    raised = alarms([{"step": 0, **probe.metrics, **copied}], window=1, extra=tuple(_rules(probe)))
     names = {alarm.name for alarm in raised}
     # Each kind of failure has a separate sentence here, and cut replies are a finding (`cut`) from fewer on.
     explained = {"failures", "replies_cut"}
@@ -167,6 +172,8 @@ def _rules(probe: Probe) -> Iterator[AlarmRule]:
     parsed = module_keys(records, ("format_rate",))
     yield AlarmRule("seldom_parses", parsed, lambda means: ((means > never) & (means < SELDOM), means))
     cut = module_keys(records, ("finish_length_share",))
+    for module, (reply, _) in probe.copied.items():
+        yield AlarmRule("copies_prompt", [f"module/{module}/copied"], at_least(COPIED), subject=repr(_quoted(reply)))
     yield AlarmRule("cut", cut, at_least(CUT), subject=f"task.max_tokens={probe.max_tokens}")
     if (context := probe.max_context) is not None:
         longest = module_keys(records, ("prompt_max",))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from dataclasses import replace
 from statistics import fmean
 
@@ -74,6 +75,7 @@ def examine(stage: RlStage, count: int) -> tuple[Probe, Forest]:
         metrics=metrics,
         failed={r.error: r.error_message for r in reversed(forest.rollouts) if r.error is not None},
         unread=_unread(forest),
+        copied=_copied(forest),
         first_reply=next((call.text for call in forest.calls.values()), ""),
         unpacked=_unpacked(stage, forest, credit),
         endpoints=bool(config.engine.endpoints),
@@ -113,6 +115,18 @@ def _unread(forest: Forest) -> dict[str, str]:
     useless = [call for call in forest.calls.values() if any(call.facts.get(fact) for fact in NEVER_FACTS)]
     unparsed = [call for call in forest.calls.values() if not call.ok]
     return {call.module: call.text for call in [*reversed(useless), *reversed(unparsed)]}
+
+
+def _copied(forest: Forest) -> dict[str, tuple[str, float]]:
+    """Return module -> the reply that it gives most often, and how often, where that stands in its prompts, too."""
+    copied = {}
+    for module, calls in by_module(forest).items():
+        (reply, count), *_ = Counter(call.text.strip() for call in calls).most_common(1)
+        # A word alone, such as a label, is what an instruction asks for; one example says nothing of others.
+        prompts = {call.prompt_text for call in calls if call.text.strip() == reply and reply in call.prompt_text}
+        if len(reply.split()) > 1 and len(prompts) > 2:
+            copied[module] = (reply, count / len(calls))
+    return copied
 
 
 def _credit(stage: RlStage, forest: Forest) -> Credit | None:

@@ -2,11 +2,13 @@
 
 import json
 from dataclasses import dataclass, replace
+from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from mmrl import rng
 from mmrl.cli import main
 from mmrl.cli.hydra import composed
 from mmrl.errors import EngineFailure, LengthFailure, MmrlError, ParseFailure
@@ -19,6 +21,8 @@ from tests.helpers.configs import config_of, rl_stage_of
 from tests.helpers.programs import Chain, FakeEngine, seeded_letter
 from tests.helpers.runs import command
 
+TURN = cycle((0.0, 1.0, 0.5))
+"""Rewards that differ although replies are the same."""
 OPTIONS = {"train.batch_size": 4, "algo.group_size": 4}
 
 
@@ -34,6 +38,16 @@ class Searcher(Chain):
         await ctx.tool(self.tool, query=example.inputs["text"])
         reply = await ctx.call("a", [{"role": "user", "content": example.inputs["text"]}], parse=self.words)
         return reply.text
+
+
+@dataclass
+class Shown(Searcher):
+    """Asks with an example of the form in its instruction."""
+
+    async def run(self, example, ctx):
+        await ctx.tool(self.tool, query=example.inputs["text"])
+        content = f"{example.inputs['text']}: numbers, such as no, one"
+        return (await ctx.call("a", [{"role": "user", "content": content}])).text
 
 
 @dataclass
@@ -121,6 +135,11 @@ CASES: dict[str, Any] = {
         True,
         "engine.endpoints",
     ),
+    "copies_prompt": (
+        {"program": Shown(), "engine": Engine(lambda request: "no, one"), "score": lambda *_: Score(reward=next(TURN))},
+        False,
+        "task.prompts",
+    ),
     "no_tool_calls": ({"score": toolless(by_letter)}, False, "algo=sft"),
     "no_gold": ({"gold_shares": {"train": 0.0}}, True, "task.corpus"),
     "empty_searches": ({"tools": {"search": lambda query: []}}, False, "task.corpus"),
@@ -129,6 +148,18 @@ CASES: dict[str, Any] = {
 
 def test_a_healthy_run_has_no_findings():
     assert found() == {}
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        lambda request: "one",  # a label alone
+        lambda request: "of, one",  # not in the prompt
+        lambda request: "no, one" if rng.digest(request.sampling.seed) % 2 else seeded_letter(request),
+    ],
+)
+def test_a_label_an_own_reply_and_a_frequent_one_are_not_copied(reply):
+    assert "copies_prompt" not in found(Engine(reply), Shown(), reward=lambda prediction: next(TURN))
 
 
 @pytest.mark.parametrize("name", CASES)
