@@ -175,6 +175,11 @@ ADVICE: Mapping[str, Advice] = {
         "take task.privileged=sum, more of what the answer rests on in algo.privileged, or algo=mt_grpo_variable, "
         "which normalises each turn on its own",
     ),
+    "unlearned": Advice(
+        "evaluations lost {now} of {subject} or more, beyond chance, from {then} before training",
+        "see which module's: its replies (mmrl show), its reward (algo.propagate, task.reward), a lower train.lr or a "
+        "higher algo.beta, an earlier checkpoint",
+    ),
     "reward_collapse": Advice(
         "reward fell to {now} from its best of {then}",
         "go back to an earlier checkpoint, with a lower train.lr or a higher algo.beta",

@@ -16,7 +16,7 @@ import numpy as np
 
 from mmrl.errors import MODEL_CAUSED
 from mmrl.report.advice import ADVICE, FAILURES
-from mmrl.report.stats import FAILED, WINDOW, History, Metrics, keys_in, number, series, trailing_mean
+from mmrl.report.stats import FAILED, LOST, WINDOW, History, Metrics, keys_in, number, series, trailing_mean
 
 VALIDITY_FACTS = ("valid", "valid_share", "format", "format_ok", "format_rate", "ok")
 """Behaviour facts (last part of a `module/<m>/…` key) that are shares of well-formed completions."""
@@ -67,6 +67,7 @@ def alarms(history: History, window: int = WINDOW, extra: Sequence[AlarmRule] = 
     table = (*rules(history, window), *extra)
     raised = [alarm for rule in table for key in rule.keys for alarm in _rung(rule, key, history, window)]
     raised += [alarm for key in MUST_BE_FINITE for alarm in _not_finite(history, key)]
+    raised += [alarm for key in keys_in(history) if key.endswith(LOST) for alarm in _unlearned(history, key)]
     return sorted(_with_causes(raised, history), key=lambda alarm: (alarm.step, alarm.name, alarm.key))
 
 
@@ -134,7 +135,7 @@ class AlarmRule:
 
 
 def rules(history: History, window: int = WINDOW) -> tuple[AlarmRule, ...]:
-    """Return all rules but `not_finite`, which has no mean."""
+    """Return all rules but `not_finite` and `unlearned`, which look at no mean."""
     # A trainer that computes no entropy leaves the sampler's estimate of it, `surprise`.
     entropy = module_keys(history, ("entropy",)) or module_keys(history, ("surprise",))
     similarity = [key for key in keys_in(history) if key.startswith("similarity/")]
@@ -272,6 +273,18 @@ def _not_finite(history: History, key: str) -> list[Alarm]:
     steps = np.array([record["step"] for record in records], dtype=np.int64)
     message = ADVICE["not_finite"].text(subject=f"{key} is NaN or infinite")
     return _stretches("not_finite", key, steps, rings, lambda index: message)
+
+
+def _unlearned(history: History, key: str) -> list[Alarm]:
+    # Each evaluation counts by itself; one that has not lost anything does not have the metric.
+    name = key.removesuffix(LOST)
+    steps, values = series(history, name)
+    losses = np.array([number(record.get(key)) or 0.0 for record in history if number(record.get(name)) is not None])
+
+    def message(index: int) -> str:
+        return ADVICE["unlearned"].text(float(losses[index]), float(values[0]), name.rpartition("/")[2])
+
+    return _stretches("unlearned", key, steps, losses > 0, message)
 
 
 def module_keys(history: Iterable[Metrics], facts: tuple[str, ...]) -> list[str]:

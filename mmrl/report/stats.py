@@ -180,6 +180,14 @@ def duration(seconds: float) -> str:
 LEVEL = 0.95
 FIRST = ("accuracy", "em", "f1")
 """Metrics of answers, listed before those of behaviour."""
+RISING = {
+    *(*FIRST, "reward", "score", "answered", "format", "retrieval", "gold_retrieved", "gold_selected"),
+    *("recall", "all_titles", "quality", "finished", "won", "judge", "judge_right"),
+}
+"""Metrics of tasks that are better the higher they are."""
+LEAST_ITEMS = 20
+LOST = "_lost"
+"""End of the keys that say by how much at least a metric of `RISING` fell in training."""
 _CELLS = 2_000_000
 """Resampled values held in memory at once."""
 
@@ -295,3 +303,17 @@ def compare_items(
         old, new = zip(*((first.get(name, 0.0), second.get(name, 0.0)) for first, second in pairs), strict=True)
         differences[name] = paired_difference(old, new, (seed, "compare", name), resamples)
     return differences
+
+
+def lost(
+    before: Sequence[JsonObject], after: Sequence[JsonObject], seed: int, resamples: int, main_metric: str
+) -> dict[str, float]:
+    """Return `<metric>_lost`, the end of the paired interval next to 0, of metrics that fell beyond chance.
+
+    Of fewer than `LEAST_ITEMS` items an interval says nothing.
+    """
+    return {
+        f"{name}{LOST}": -difference.high
+        for name, difference in compare_items(before, after, seed, resamples).items()
+        if difference.n >= LEAST_ITEMS and difference.high < 0 and name in RISING | {main_metric}
+    }

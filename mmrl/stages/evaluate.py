@@ -18,7 +18,7 @@ from mmrl import rng
 from mmrl.config import EvalConfig, RootConfig
 from mmrl.errors import MODEL_CAUSED, DataError, TooManyFailures, failure_summary
 from mmrl.records import Example, Forest
-from mmrl.report.stats import bootstrap_interval
+from mmrl.report.stats import bootstrap_interval, lost
 from mmrl.rollout.environment import Environment
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
@@ -156,6 +156,9 @@ class Evaluations:
             metrics = without_scores(metrics)
             self.log.progress.note(f"evaluation on {split} at step {step}: no scores: {self._failure}")
         else:
+            if step:
+                main = self.stage.task.main_metric
+                metrics |= lost(self.items(0), items, self.stage.config.seed, self.settings.bootstrap, main)
             self.log.progress.evaluation(step, split, metrics)
         return {f"eval/{split}/{name}": value for name, value in metrics.items()} | {
             "time/eval": time.perf_counter() - started

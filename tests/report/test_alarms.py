@@ -7,6 +7,7 @@ import pytest
 
 from mmrl.report.advice import ADVICE
 from mmrl.report.alarms import alarms
+from mmrl.report.stats import lost
 from tests.helpers import TOP
 
 
@@ -213,3 +214,26 @@ def test_the_samplers_estimate_stands_in_for_entropy():
 @pytest.mark.parametrize("records", [[], [{"step": 1}], [{"step": s, "reward/std": None} for s in range(9)]])
 def test_histories_without_numbers(records):
     assert alarms(records) == []
+
+
+def test_what_an_evaluation_has_lost_beyond_chance_rings_until_it_is_back():
+    def items(selected):
+        return [
+            {"id": str(n), "metrics": {"gold_selected": float(value), "answer_words": 4.0 - value}}
+            for n, value in selected
+        ]
+
+    before = items(enumerate([1] * 20 + [0] * 20))
+    worse = items(enumerate([1] * 8 + [0] * 32))
+    ((key, value),) = lost(before, worse, 0, 1000, "f1").items()
+    # 12 of 40 items lost it; words went up, of which no alarm says whether that is good.
+    assert key == "gold_selected_lost"
+    assert 0.1 < value < 0.3
+    assert lost(before, items(enumerate([1] * 19 + [0] * 21)), 0, 1000, "f1") == {}, "one item may be chance"
+    assert lost(before[10:29], worse[10:29], 0, 1000, "f1") == {}, "few items"
+    assert lost(worse, before, 0, 1000, "f1") == {}, "a gain"
+    score = "eval/dev/gold_selected"
+    curve = [{"step": 0, score: 0.5}, {"step": 10, score: 0.2, f"{score}_lost": value}, {"step": 20, score: 0.5}]
+    (alarm,) = alarms(curve)
+    assert (alarm.name, alarm.step, alarm.until) == ("unlearned", 10, 10)
+    assert "of gold_selected or more, beyond chance, from 0.5" in alarm.message

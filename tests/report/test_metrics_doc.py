@@ -41,7 +41,7 @@ def test_every_fact_that_all_modules_have_is_explained():
 def test_every_alarm_is_explained():
     keys = ["module/m/entropy", "module/m/ok", "module/m/invalid", "module/m/length", "similarity/m", "rollouts/count"]
     records = [{"step": step} | dict.fromkeys(keys, 1.0) for step in range(1, 9)]
-    names = {rule.name for rule in alarms.rules(records)} | {"not_finite"}
+    names = {rule.name for rule in alarms.rules(records)} | {"not_finite", "unlearned"}
     explained = set(re.findall(r"^\| `(\w+)` \|", ALARMS, flags=re.M))
     # of a run that optimises prompts, whose trials hold more than metrics
     assert names | {"trials_fail"} == explained and len(names) >= 8

@@ -10,6 +10,7 @@ import pytest
 from mmrl.config import EvalConfig
 from mmrl.config.tasks import task_schema
 from mmrl.errors import ConfigError, LengthFailure, ParseFailure, ToolFailure, TooManyFailures
+from mmrl.records import Example
 from mmrl.stages import evaluate as module
 from mmrl.stages.evaluate import (
     Evaluations,
@@ -121,6 +122,7 @@ def evaluations(rundir, task, engine, quiet, examples, settings=SETTINGS):
     collector: Any = SimpleNamespace(
         log=StepLog(rundir=rundir, progress=quiet, trackers=quiet),
         config=SimpleNamespace(seed=0, eval=settings),
+        task=task,
         reward_set="outcome",
         sync=lambda step: None,
         environment=lambda settings, key: environment(task, engine, key=key),
@@ -152,6 +154,21 @@ def test_the_evaluations_of_a_run_go_without_scores_where_too_much_failed_and_th
         assert rundir.history()[-1]["eval/dev/score"] > 0 and rundir.history()[-1]["eval/dev/failed_share"] == 0
         before = len(engine.requests)
         assert len(run.final()) == 8 and len(engine.requests) == before, "read back"
+
+
+def test_an_evaluation_in_or_after_training_says_what_was_lost(tmp_path):
+    letter = ["a"]
+    task, engine = FakeTask(Chain()), FakeEngine(lambda request: letter[0])
+    examples = [Example(id=f"q{n}", inputs={"text": f"{n}"}) for n in range(24)]
+    with RunDir.create(tmp_path / "run", {"algo": {}}, []) as rundir:
+        run = evaluations(rundir, task, engine, quiet_progress(), examples)
+        run.baseline()
+        assert not any(key.endswith("_lost") for key in rundir.history()[0])
+        letter[0] = "z"
+        found = run.metrics(2)
+    # Each item alike: three letters of which none counts any more.
+    assert found["eval/dev/score_lost"] == pytest.approx(0.3)
+    assert found["eval/dev/reward_lost"] == pytest.approx(0.3)
 
 
 def test_rollouts_that_the_model_spoilt_are_counted_apart(monkeypatch):
