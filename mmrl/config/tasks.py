@@ -122,6 +122,10 @@ PRIVILEGED = "privileged"
 """`task.reward` of any task: the trainer rewards turns (`stages.distillation`), the task's own first set outcomes."""
 
 
+UNSCORED = "none"
+"""Reward set of a task that has nothing to score by: its rollouts have no reward, and `algo=distill` alone trains."""
+
+
 class TaskConfig(Section):
     """Settings of every task."""
 
@@ -317,7 +321,7 @@ class MetricsConfig(TaskConfig):
     metric: str | tuple[str, ...] | None = Field(
         None,
         description="package.module:name of (record, prediction) -> number, or a list of them, whose sum is the "
-        "reward; null (agent): the result is, or has, the score",
+        "reward; null: an agent's result is, or has, the score (else algo=distill alone trains, without rewards)",
     )
     metric_weights: tuple[float, ...] = Field(
         (), description="a factor for each metric of a list, 0 for one that is only reported; []: 1 each"

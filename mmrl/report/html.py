@@ -45,6 +45,7 @@ MODULE_LABELS = {
     "length": "completion length, tokens",
     "kl": "KL to the reference, nats per token",
     "finish_length_share": "share cut at the length limit",
+    "teacher_gap": "teacher − policy, nats per token",
 }
 HEALTH = {
     "credit/zero_variance_share": "groups with equal rewards, share",
