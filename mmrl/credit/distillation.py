@@ -55,7 +55,7 @@ def distilled_entries(forest: Forest, algo: AlgoConfig, minibatch: Minibatches =
 def distillation_metrics(forest: Forest, algo: AlgoConfig) -> dict[str, float]:
     """Return `module/<m>/teacher_gap`, the mean of log pi_T - log pi_S over the module's tokens, in nats.
 
-    Also `module/<m>/untaught_share`: calls of the policy that no teacher could read; absent where there are none.
+    Also `module/<m>/untaught_share`: calls of the policy that have no teacher (`stages.distillation`).
     """
     calls: dict[str, list[Call]] = defaultdict(list)
     for call in forest.calls.values():
@@ -65,6 +65,5 @@ def distillation_metrics(forest: Forest, algo: AlgoConfig) -> dict[str, float]:
     for module, own in calls.items():
         if gaps := [gap for call in own for gap in call.distillation or ()]:
             metrics[f"module/{module}/teacher_gap"] = fmean(gaps)
-        if untaught := fmean(call.distillation is None for call in own):
-            metrics[f"module/{module}/untaught_share"] = untaught
+        metrics[f"module/{module}/untaught_share"] = fmean(call.distillation is None for call in own)
     return metrics
