@@ -71,6 +71,8 @@ def test_a_task_without_a_metric_trains_as_one_with_it(
     said = output_of("show", str(run.path), "step=2", f"example={example}")
     assert f"{example}/0 no reward" in said and "reward -" not in said
     assert main(["credit", f"run={run.path}", "step=2"]) == 0
+    assert main(["export", str(run.path), f"out={tmp_path / 'out'}"]) == 0
+    assert "by on-policy distillation (`distill`)" in (tmp_path / "out" / "README.md").read_text()
     assert "finished" in output_of("eval", f"policy={run.path}", "eval.items=2", f"run.dir={tmp_path / 'eval'}")
 
 
