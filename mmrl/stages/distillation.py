@@ -39,9 +39,11 @@ def template_of_text(text: str) -> str:
 
 def privileged_problems(algo: AlgoConfig, examples: Sequence[Example]) -> list[str]:
     """Return a sentence for each field of `algo.privileged` that a training record lacks, or that all have empty."""
+    if algo.privileged is None:
+        return []
     records = {example.id: {**example.inputs, **example.metadata} for example in examples}
     problems = []
-    for module, text in (algo.privileged or {}).items():
+    for module, text in algo.privileged.items():
         for field in sorted({*FIELD.findall(template_of_text(text))}):
             without = [name for name, fields in records.items() if field not in fields]
             if field == FEEDBACK:
