@@ -189,10 +189,10 @@ def _opening(forest: Forest, call: Call) -> Call:
 
 
 def _first_rollouts(forest: Forest) -> dict[str, Rollout]:
-    """Return the first rollout through each call."""
+    """Return the first rollout through each call of which the score has said something in words."""
     found: dict[str, Rollout] = {}
     for rollout in forest.rollouts:
-        for call in forest.path(rollout):
+        for call in forest.path(rollout) if rollout.feedback else ():
             found.setdefault(call.id, rollout)
     return found
 

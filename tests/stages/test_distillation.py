@@ -187,6 +187,18 @@ def test_without_feedback_a_teacher_that_reads_it_says_nothing(tiny: Any) -> Non
         assert [call.distillation is not None for call in found.calls.values()] == [taught, taught]
 
 
+def test_a_shared_call_reads_the_feedback_of_a_rollout_that_has_some(tiny: Any) -> None:
+    """As where the first rollout through a fork failed, and so has no score."""
+    forest, scores = two_turns(tiny), Scores()
+    failed = Rollout(id="q/9", example="q", leaf="q/0#0", reward=0.0, error="parse")
+    algo = AlgoConfig(name="x", distill={"agent": "policy"}, privileged={"agent": "{feedback}"})
+    teachers = Teachers(algo=algo, forwards=scores, tokenizer=tiny)  # type: ignore[arg-type]
+    found = teachers.complete(
+        replace(forest, rollouts=(failed, *forest.rollouts)), {"q": Example(id="q", inputs={})}, None
+    )
+    assert all(call.distillation for call in found.calls.values())
+
+
 def test_fields_that_records_lack_are_named() -> None:
     records = [
         Example(id=f"q{n}", inputs={"question": "?"}, metadata={"answers": ["a"]} if n else {}) for n in range(3)
