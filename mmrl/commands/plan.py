@@ -45,7 +45,7 @@ from mmrl.plan.workload import (
     without_endpoints,
 )
 from mmrl.records import Forest
-from mmrl.run.build import build_task, reward_set, unscored_problems
+from mmrl.run.build import build_task, reward_set
 from mmrl.run.check import process_problems
 from mmrl.run.rl import plan_problems
 from mmrl.run.settle import module_assignment, settle
@@ -223,9 +223,7 @@ def problems_elsewhere(config: RootConfig) -> list[str]:
         return list(error.problems)
     reward = config.task.reward
     known = (None, PRIVILEGED, *task.reward_sets)
-    problems = (
-        unscored_problems(config, task) if reward in known else [unknown("task.reward", reward, task.reward_sets)]
-    )
+    problems = [] if reward in known else [unknown("task.reward", reward, task.reward_sets)]
     if isinstance(config, EvalRunConfig):
         return problems + process_problems(config)
     if isinstance(config, RlRunConfig) and not problems:

@@ -86,11 +86,9 @@ def reward_set(task: Task, name: str | None, algo: str = "") -> str:
     return task.reward_sets[0]
 
 
-def unscored_problems(config: RootConfig, task: Task) -> list[str]:
-    """Return the sentence for a run that takes rewards, of a task without; distillation and evaluations take none."""
-    if not isinstance(config, StageConfig) or reward_set(task, config.task.reward) != UNSCORED:
-        return []
-    if config.algo.name == Distill.name:
+def unscored_problems(config: StageConfig, task: Task) -> list[str]:
+    """Return the sentence for a run that takes rewards, of a task without; distillation takes none."""
+    if config.algo.name == Distill.name or reward_set(task, config.task.reward) != UNSCORED:
         return []
     key, got = ("reward", "got none") if config.task.reward == UNSCORED else ("metric", "missing")
     return [

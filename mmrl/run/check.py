@@ -25,7 +25,6 @@ from mmrl.run.build import (
     reward_set,
     split_problems,
     turns_missing,
-    unscored_problems,
 )
 from mmrl.run.kinds import kind_of
 from mmrl.run.launch import missing_packages, replica_problems
@@ -94,7 +93,6 @@ def check(config: RootConfig) -> list[str]:
         problems.append(unknown("task.reward", reward, task.reward_sets))
     # Without a valid reward set the other options cannot be checked.
     elif not turns_missing(reward, credited, task):
-        problems += unscored_problems(config, task)
         rewards = reward_set(task, reward, credited)
         problems += without_effect(config, config.typed.keys, rewards, task.absent_features, len(task.program.modules))
     problems += task.server_problems() + across_sections(config) + endpoint_problems(config, task)
