@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from mmrl.errors import ParseFailure
+from mmrl.errors import MODEL_CAUSED, ParseFailure
 
 
 class _Empty(Mapping[str, Any]):
@@ -156,9 +156,9 @@ class Rollout:
     leaf: str | None
     """Id of the last call; None if the rollout failed before its first call."""
     reward: float | None
-    """Outcome reward; None when it failed from an outside cause, and is then never credited."""
+    """Outcome reward; None where the task scores nothing, or when it failed from an outside cause: never credited."""
     error: str | None = None
-    """`RolloutError.kind`, or None. With a reward it was model-caused, without one outside-caused."""
+    """`RolloutError.kind`, or None."""
     error_message: str = ""
     error_traceback: str = ""
     """The end of the traceback of an exception in the code of a program or a reward; no more than 4,000 characters."""
@@ -177,6 +177,11 @@ class Rollout:
     """Module -> outcome of the same rollout played again with that module's replies exchanged."""
     counterfactual_calls: int = 0
     """Calls that were made for these outcomes and are in no forest."""
+
+    @property
+    def failed_outside(self) -> bool:
+        """True if it failed by no doing of the model: then it counts for nothing in the loss."""
+        return self.error is not None and self.error not in MODEL_CAUSED
 
 
 def caught(rollout: Rollout, path: Sequence[Call]) -> tuple[Call, ...]:

@@ -21,8 +21,8 @@ from mmrl.rollout.branches import Branch, Leaf, forest_of
 from mmrl.rollout.environment import Environment
 from mmrl.rollout.plans import Tree
 from mmrl.rollout.sample import play
-from mmrl.stages.collect import check_failures
 from mmrl.stages.rl import RlStage
+from mmrl.stages.step_metrics import refuse_failures
 
 AGAIN = 3
 """Further draws of a rollout that failed from an outside cause."""
@@ -226,7 +226,7 @@ class Plays:
                 leaves[index] = leaf
         self._counted(env)
         limit = self.stage.config.train.max_failed_share
-        check_failures([leaf.rollout for leaf in leaves], limit, f"{env.key[-1]}, {1 + AGAIN} times")
+        refuse_failures([leaf.rollout for leaf in leaves], limit, f"{env.key[-1]}, {1 + AGAIN} times")
         return [leaf if leaf.rollout.reward is not None else None for leaf in leaves]
 
     def _counted(self, env: Environment) -> int:

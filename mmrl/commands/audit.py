@@ -20,6 +20,7 @@ from mmrl.audit.settings import AuditKeys
 from mmrl.config import RlRunConfig
 from mmrl.config.algo import CriticConfig
 from mmrl.config.base import value_at
+from mmrl.config.tasks import UNSCORED
 from mmrl.errors import ConfigError, MmrlError, continue_with, refuse, storage
 from mmrl.run.build import build_task, check_model, reward_set, separate_teachers
 from mmrl.run.check import check_all
@@ -167,6 +168,8 @@ def _of_task(rows: Sequence[RlRunConfig], keys: AuditKeys, task: Task) -> list[s
             f"engine.endpoints: {', '.join(answered)} answered by another model, whose log-probabilities are not here; "
             "expected the policy for all modules"
         )
+    if reward_set(task, rows[0].task.reward) == UNSCORED:
+        found.append("task.reward: nothing scores this task, and an audit compares rewards; expected task.metric")
     if keys.truth == "reward":
         sets = {row.algo.name: reward_set(task, row.task.reward, row.algo.name) for row in rows}
         kinds = {row.algo.name: f"{sets[row.algo.name]} set, {_optimised(row)}" for row in rows}

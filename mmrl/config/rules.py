@@ -26,7 +26,7 @@ from mmrl.config.schema import (
     SftRunConfig,
     TrainConfig,
 )
-from mmrl.config.tasks import PRIVILEGED
+from mmrl.config.tasks import PRIVILEGED, UNSCORED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +207,7 @@ TYPED: tuple[Idle[Case], ...] = (
         lambda c: c.task.reward != PRIVILEGED,
         "with this reward set; use task.reward=privileged",
     ),
+    Idle("task.failure_score", lambda c: c.reward_set == UNSCORED, "where nothing is scored"),
     Idle("task.gain", lambda c: c.reward_set != "gain", "with this reward set; use task.reward=gain"),
     Idle("hardware.engine", lambda c: c.engine.name != "auto", f"with engine= given{_ALONE}"),
     Idle(

@@ -122,6 +122,10 @@ PRIVILEGED = "privileged"
 """`task.reward` of any task: the trainer rewards turns (`stages.distillation`), the task's own first set outcomes."""
 
 
+UNSCORED = "none"
+"""Reward set of a task that has nothing to score by: its rollouts have no reward, and `algo=distill` alone trains."""
+
+
 class TaskConfig(Section):
     """Settings of every task."""
 
@@ -129,7 +133,7 @@ class TaskConfig(Section):
     name: str = Field(description="set by task=")
     data: DataConfig = DataConfig()
     reward: str | None = Field(
-        None, description="a named reward set of the task, or privileged; null: the algorithm's own"
+        None, description="a named reward set of the task, privileged, or none (agent); null: the algorithm's own"
     )
     privileged: Literal["sum", "mean"] = Field(
         "sum", description="a turn's reward with task.reward=privileged, over its tokens; a sum grows with length"
@@ -317,7 +321,7 @@ class MetricsConfig(TaskConfig):
     metric: str | tuple[str, ...] | None = Field(
         None,
         description="package.module:name of (record, prediction) -> number, or a list of them, whose sum is the "
-        "reward; null (agent): the result is, or has, the score",
+        "reward; null: an agent's result or an environment has the score, or algo=distill trains without any",
     )
     metric_weights: tuple[float, ...] = Field(
         (), description="a factor for each metric of a list, 0 for one that is only reported; []: 1 each"

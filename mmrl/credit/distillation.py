@@ -16,7 +16,6 @@ from statistics import fmean
 from mmrl.config.algo import AlgoConfig
 from mmrl.credit.entries import Entry
 from mmrl.credit.loss_weights import LossSequence, Minibatches, minibatch_of, per_token
-from mmrl.credit.scored import scored_rollouts
 from mmrl.records import Call, Forest
 
 
@@ -26,7 +25,7 @@ def distilled_entries(forest: Forest, algo: AlgoConfig, minibatch: Minibatches =
     Calls count once, also those that several rollouts share; rollouts that failed from an outside cause have none, and
     neither have calls that a teacher made (mmGRPO) or that have no tokens.
     """
-    credited = {call.id for rollout in scored_rollouts(forest) for call in rollout.path}
+    credited = {call.id for rollout in forest.rollouts if not rollout.failed_outside for call in forest.path(rollout)}
     slots: dict[tuple[int, str, int], list[Call]] = defaultdict(list)
     for call in forest.calls.values():
         taught = call.module in (algo.distill or {}) and call.teacher is None
@@ -56,7 +55,7 @@ def distilled_entries(forest: Forest, algo: AlgoConfig, minibatch: Minibatches =
 def distillation_metrics(forest: Forest, algo: AlgoConfig) -> dict[str, float]:
     """Return `module/<m>/teacher_gap`, the mean of log pi_T - log pi_S over the module's tokens, in nats.
 
-    Also `module/<m>/untaught_share`: calls of the policy that no teacher could read; absent where there are none.
+    Also `module/<m>/untaught_share`: calls of the policy that have no teacher (`stages.distillation`).
     """
     calls: dict[str, list[Call]] = defaultdict(list)
     for call in forest.calls.values():
@@ -66,6 +65,5 @@ def distillation_metrics(forest: Forest, algo: AlgoConfig) -> dict[str, float]:
     for module, own in calls.items():
         if gaps := [gap for call in own for gap in call.distillation or ()]:
             metrics[f"module/{module}/teacher_gap"] = fmean(gaps)
-        if untaught := fmean(call.distillation is None for call in own):
-            metrics[f"module/{module}/untaught_share"] = untaught
+        metrics[f"module/{module}/untaught_share"] = fmean(call.distillation is None for call in own)
     return metrics

@@ -170,6 +170,10 @@ ADVICE: Mapping[str, Advice] = {
         "the gold answer has a probability of {now} before a call, so gains are near 0 and normalised as noise",
         "take task.gain=logprob, or close the prompt as the model answers (`closing` of the task, docs/credits.md)",
     ),
+    "untaught": Advice(
+        "{now_share} of the calls have no teacher: with algo.privileged they are too long for it, or fields are empty",
+        "shorten algo.privileged, fill its fields, or take a teacher with a longer context",
+    ),
     "gains_small": Advice(
         "turn rewards of task.reward=privileged are {now} of the outcome's deviation, so they are lost beside it",
         "take task.privileged=sum, more of what the answer rests on in algo.privileged, or algo=mt_grpo_variable, "

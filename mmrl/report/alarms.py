@@ -148,6 +148,7 @@ def rules(history: History, window: int = WINDOW) -> tuple[AlarmRule, ...]:
         AlarmRule("zero_variance", ["credit/zero_variance_share"], at_least(0.95)),
         AlarmRule("states_never_repeat", ["credit/anchored_later_share"], _at_most(0.02)),
         AlarmRule("gold_unlikely", module_keys(history, ("gold_probability",)), _at_most(UNLIKELY)),
+        AlarmRule("untaught", module_keys(history, ("untaught_share",)), above(0.5), early=True),
         AlarmRule("gains_small", ["credit/gain_to_outcome"], _at_most(SMALL_GAINS)),
         # Nats per token; bfloat16 alone made 0.05 of them with SmolLM2-135M.
         AlarmRule("logprob_gap", ["train/logprob_gap_mean"], above(0.1)),

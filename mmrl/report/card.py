@@ -109,7 +109,7 @@ def _front_matter(overview: Overview, facts: CardFacts) -> ModelCardData:
         if (value := number(last.get(f"eval/{split}/{name}"))) is not None
     ]
     algorithm, base = str(overview.get("algo.name", "?")), str(overview.get("model.path", ""))
-    kind = "supervised" if algorithm == SFT else "reinforcement-learning"
+    kind = {SFT: "supervised", "distill": "distillation"}.get(algorithm, "reinforcement-learning")
     paper = [f"arxiv:{PAPERS[algorithm]}"] if algorithm in PAPERS else []
     adapter = facts.kind == "adapter"
     # The hub accepts only its own names here, so a folder's name is left out.
@@ -141,11 +141,10 @@ def shorten_path(text: str) -> str:
 
 def _method_text(algorithm: str) -> str:
     """Describe how the weights were trained."""
-    if algorithm == SFT:
-        return f"by supervised training (`{SFT}`)"
     number = PAPERS.get(algorithm)
     link = f" ([arXiv {number}](https://arxiv.org/abs/{number}))" if number else ""
-    return f"by reinforcement learning with `{algorithm}`{link}"
+    kinds = {SFT: f"supervised training (`{SFT}`)", "distill": "on-policy distillation (`distill`)"}
+    return f"by {kinds.get(algorithm, f'reinforcement learning with `{algorithm}`')}{link}"
 
 
 def _published(value: object) -> object:

@@ -36,7 +36,7 @@ from mmrl.store.journal import read_step
 from mmrl.store.rundir import RunDir
 
 MODULE_FACTS: tuple[str, ...] = ("calls", "reward", "penalty", "format_rate", "length", "entropy", "surprise", "kl")
-MODULE_FACTS += ("clip_share", "loss", "token_accuracy")
+MODULE_FACTS += ("clip_share", "teacher_gap", "loss", "token_accuracy")
 
 
 def show_run(path: Path | str, example: str | None = None, step: int | None = None) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -45,6 +46,7 @@ MODULE_LABELS = {
     "length": "completion length, tokens",
     "kl": "KL to the reference, nats per token",
     "finish_length_share": "share cut at the length limit",
+    "teacher_gap": "teacher − policy, nats per token",
 }
 HEALTH = {
     "credit/zero_variance_share": "groups with equal rewards, share",
@@ -92,7 +94,7 @@ def write_report(overview: Overview) -> Path:
         damaged=damaged,
         newest=max(run.journal_steps(), default=0),
         times=_times(overview),
-        command=clean(" ".join(map(str, overview.environment.get("command", [])))),
+        command=clean(shlex.join(map(str, overview.environment.get("command", [])))),
         config=yaml.safe_dump(dict(overview.config), sort_keys=False, allow_unicode=True),
         environment=yaml.safe_dump(facts, sort_keys=False, allow_unicode=True),
     )

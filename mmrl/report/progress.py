@@ -375,9 +375,8 @@ class Progress:
         last = self._history[-1]
         reward = last.get("reward/mean", last.get("prompts/score"))
         accuracy = number(last.get("train/token_accuracy"))
-        if reward is not None or accuracy is None:
-            parts = [f"reward {short(reward)}"]
-        else:
+        parts = [] if reward is None else [f"reward {short(reward)}"]
+        if reward is None and accuracy is not None:
             parts = [f"loss {short(last.get('train/loss'))}", f"token accuracy {accuracy:.0%}"]
         metrics = [key for key in dict.fromkeys((self._main, "f1")) if number(last.get(f"task/{key}")) is not None]
         parts += [f"{key} {short(last[f'task/{key}'])}" for key in metrics]

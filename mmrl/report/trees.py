@@ -221,6 +221,8 @@ def shorten_prediction(prediction: object, head: int = 30, tail: int = 10) -> st
 def credit_line(entry: EntryFields) -> str:
     """Format an entry: reward with its parts, group, advantage, weight."""
     line = f"reward {short(entry.get('reward'))}{format_reward(entry.get('reward'), entry.get('parts') or {})}"
+    if entry.get("distilled"):  # no reward: what its teacher says
+        line = f"teacher − policy {short(entry.get('reward'))} a token"
     group = entry.get("group")
     if group is not None:
         known = entry.get("mean") is not None
@@ -239,9 +241,11 @@ def credit_line(entry: EntryFields) -> str:
 def rollout_line(rollout: Rollout) -> str:
     """Return the outcome of one rollout."""
     message = f": {clean(rollout.error_message)}" if rollout.error_message else ""
-    if rollout.error is not None and rollout.reward is None:
+    if rollout.failed_outside:
         return f"{rollout.id} failed ({rollout.error}){message}; not credited"
-    line = f"{rollout.id} reward {short(rollout.reward)}{format_reward(rollout.reward, rollout.parts)}"
+    line = f"{rollout.id} no reward"
+    if rollout.reward is not None:
+        line = f"{rollout.id} reward {short(rollout.reward)}{format_reward(rollout.reward, rollout.parts)}"
     if rollout.error is not None:
         line += f" · {rollout.error} failure{message}"
     # A metric that is also part of the reward is listed there.

@@ -13,6 +13,7 @@ from contextvars import Context, copy_context
 from dataclasses import dataclass, field, replace
 
 from mmrl import rng
+from mmrl.config.tasks import UNSCORED
 from mmrl.engines.base import Engine
 from mmrl.errors import (
     LengthFailure,
@@ -215,9 +216,8 @@ class _Tree:
             score = await self._score(ctx, prediction)
         except RolloutError as failure:
             # A failure by infrastructure says nothing of the policy: no reward, so no credit.
-            reward = self.env.task.failure_score if failure.model_caused else None
             return replace(
-                self._rollout(ctx, reward),
+                self._rollout(ctx, self.env.task.failure_score if failure.model_caused else None),
                 error=failure.kind,
                 error_message=str(failure),
                 error_traceback=failure.traceback,
@@ -257,7 +257,7 @@ class _Tree:
             leaf=calls[-1].id if calls else None,
             fork=self.plan.fork_name,
             teacher=self.plan.teacher,
-            reward=reward,
+            reward=None if self.reward_set == UNSCORED else reward,
             # Only where there are any: a rollout without the key counts as 0.
             metrics={"empty_searches": empty} if (empty := ctx.empty_searches) else EMPTY,
         )

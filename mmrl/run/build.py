@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 from mmrl import engines
 from mmrl.algorithms import ALGORITHMS
 from mmrl.algorithms.checks import TURN_SETS
+from mmrl.algorithms.distill import Distill
 from mmrl.config import HardwareConfig, RlRunConfig, RootConfig, StageConfig, TaskConfig, WeightRunConfig
 from mmrl.config.base import MINI, MethodConfig, value_at
 from mmrl.config.rules import engine_name
-from mmrl.config.tasks import PRIVILEGED, EnvironmentConfig
+from mmrl.config.tasks import PRIVILEGED, UNSCORED, EnvironmentConfig
 from mmrl.config.teacher import STUDENT, TeacherConfig
 from mmrl.engines import EngineSetup, build_engine, needs_model
 from mmrl.engines.base import Engine
@@ -83,6 +84,17 @@ def reward_set(task: Task, name: str | None, algo: str = "") -> str:
         sets = (*getattr(ALGORITHMS[algo], "turn_sets", ()), *TURN_SETS)
         return next((name for name in sets if name in task.reward_sets), task.reward_sets[0])
     return task.reward_sets[0]
+
+
+def unscored_problems(config: StageConfig, task: Task) -> list[str]:
+    """Return the sentence for a run that takes rewards, of a task without; distillation takes none."""
+    if config.algo.name == Distill.name or reward_set(task, config.task.reward) != UNSCORED:
+        return []
+    key, got = ("reward", "got none") if config.task.reward == UNSCORED else ("metric", "missing")
+    return [
+        f"task.{key}: {got}, and algo={config.algo.name} needs rewards, as all but algo=distill do; expected "
+        "task.metric=package.module:name of a function (record, prediction) -> number"
+    ]
 
 
 def evaluated(task: Task, config: RootConfig, split: str) -> tuple[Sequence[Example], dict[str, str]]:

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 from mmrl.config import PromptRunConfig
 from mmrl.config.rules import engine_name
 from mmrl.engines.endpoint_engine import unreachable
-from mmrl.run.build import build_task, engine_problems, fixed_engine, reward_set, server_devices, split_problems
+from mmrl.run.build import (
+    build_task,
+    engine_problems,
+    fixed_engine,
+    reward_set,
+    server_devices,
+    split_problems,
+    unscored_problems,
+)
 from mmrl.stages.prompts.split import prompt_problems, split
 from mmrl.store.policy import Policy
 from mmrl.tasks.base import Task
@@ -26,7 +34,7 @@ def problems(config: PromptRunConfig, task: Task) -> list[str]:
     if engine_name(config) == "openai":
         # `policy=` names it in an evaluation; a run of this kind has no such key
         found.append("engine: openai, whose model nothing names here; set engine.endpoints.MODULE.model=NAME")
-    return found + prompt_problems(config, task)
+    return found + unscored_problems(config, task) + prompt_problems(config, task)
 
 
 def trials(config: PromptRunConfig, task: Task) -> int:

@@ -30,6 +30,7 @@ from mmrl.run.build import (
     teacher_policy,
     teacher_prompts,
     turns_missing,
+    unscored_problems,
 )
 from mmrl.run.distill import load_scorers, module_problems
 from mmrl.run.distill import problems as distillation_problems
@@ -60,7 +61,8 @@ def _rl_problems(config: RlRunConfig, task: Task) -> list[str]:
     problems += replica_problems(config.hardware, getattr(config.engine, "replicas", 1))
     problems += Settings(train=config.train, algo=config.algo, model=config.model, seed=config.seed).problems()
     sets = (*task.reward_sets, *([PRIVILEGED] if config.task.reward == PRIVILEGED else ()))
-    problems += algorithm_problems(config.algo, task.program.modules, sets) + negative_rewards(config, task)
+    problems += unscored_problems(config, task) + negative_rewards(config, task)
+    problems += algorithm_problems(config.algo, task.program.modules, sets)
     assignment = module_assignment(config, task.program.modules)
     problems += assignment.problems() + module_problems(config, task.program.modules, assignment.untrained)
     if engine_name(config) == "openai":

@@ -228,7 +228,7 @@ def _require_whole(config: WeightRunConfig, rundir: RunDir, checkpoint: Path) ->
     Raises:
         CheckpointError: names the file, and the checkpoints whose steps would be done again without it.
     """
-    from mmrl.stages.evaluate import read_items
+    from mmrl.stages.evaluate import has_scores, read_items
     from mmrl.trainer.checkpoint import unusable
 
     split, done = config.eval.split, step_number(checkpoint)
@@ -245,7 +245,7 @@ def _require_whole(config: WeightRunConfig, rundir: RunDir, checkpoint: Path) ->
             if isinstance(config, RlRunConfig) and read_step(rundir, step)[0].step != step:
                 raise CheckpointError(f"{rundir.journal_path(step)}: is of another step")
             # Those before training and after the last step are read again, and completed, by the stage.
-            if step < config.train.steps and f"eval/{split}/reward" in history[step]:
+            if step < config.train.steps and has_scores(history[step], split):
                 results, items = rundir.eval_path(step, split), history[step][f"eval/{split}/n"]
                 if (count := len(read_items(results))) != items:
                     raise CheckpointError(f"{results}: has {count} items, expected {items:.0f}")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from mmrl.config import SftRunConfig
 from mmrl.engines import build_engine
-from mmrl.run.build import engine_setup, load_trainer, reward_set, split_problems
+from mmrl.run.build import engine_setup, load_trainer, reward_set, split_problems, unscored_problems
 from mmrl.run.settle import module_assignment
 from mmrl.stages.sft_data import sft_problems
 from mmrl.tasks.base import Task
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 def problems(config: SftRunConfig, task: Task) -> list[str]:
     """Return what stands against a run, its data included."""
     assignment = module_assignment(config, task.program.modules)
-    found = assignment.problems() + sft_problems(config, task, tuple(assignment.untrained))
+    found = unscored_problems(config, task) + assignment.problems()
+    found += sft_problems(config, task, tuple(assignment.untrained))
     if config.algo.source != "file":
         found += split_problems(config.task, task, "train", "task.data.train")
     return found

@@ -253,7 +253,7 @@ class RolloutSampler(Stage[RlRunConfig]):
         self.log.note_own_code(f"step {step}", failures, len(forest.rollouts))
         # On the whole forest, so that all processes stop together.
         earlier += forest.rollouts
-        check_failures(earlier, self.config.train.max_failed_share, f"step {step}")
+        refuse_failures(earlier, self.config.train.max_failed_share, f"step {step}")
         if step == 1:  # later it is chance
             refuse_context(earlier)
         algo, program = self.config.algo, self.task.program
@@ -261,12 +261,6 @@ class RolloutSampler(Stage[RlRunConfig]):
             encode = partial(encode_text, self.tokenizer)
             forest = reserialised(forest, program, encode, end_of_turn(self.tokenizer))
         return forest
-
-
-def check_failures(rollouts: Sequence[Rollout], limit: float, where: str) -> None:
-    """Raise `TooManyFailures` where more than `limit` of the rollouts failed by no doing of the model."""
-    failed = [rollout for rollout in rollouts if rollout.reward is None]
-    refuse_failures([rollout.error for rollout in rollouts], failed, limit, where)
 
 
 def batch_of(examples: Sequence[Example], size: int, step: int, seed: int) -> list[Example]:

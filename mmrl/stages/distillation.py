@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 FEEDBACK = "feedback"
 """Field of what the task's score said in words of the rollout (`Score.feedback`); no record has it."""
+EMPTY_FIELDS: tuple[object, ...] = (None, "", [], {}, ())
 FIELD = re.compile(r"\{([^{}]+)\}")
 Scorer: TypeAlias = Callable[[Sequence[Call]], Sequence[Sequence[float]]]
 """Calls -> log-probability of each token of their completions, after their prompts."""
@@ -36,21 +37,29 @@ def template_of_text(text: str) -> str:
     return text if FIELD.search(text) else f"{text}: {{{text}}}"
 
 
-def privileged_problems(algo: AlgoConfig, examples: Iterable[Example]) -> list[str]:
-    """Return a sentence for each field of `algo.privileged` that a training record lacks."""
-    wanted = {module: set(FIELD.findall(template_of_text(text))) for module, text in (algo.privileged or {}).items()}
-    missing: dict[tuple[str, str], list[Example]] = {}
-    count = 0
-    for example in examples:
-        count += 1
-        for module, fields in wanted.items():
-            for field in sorted(fields - {FEEDBACK} - set(example.inputs) - set(example.metadata)):
-                missing.setdefault((module, field), []).append(example)
-    return [
-        f"algo.privileged.{module}: {len(without)} of {count} training records have no field '{field}' (the first: "
-        f"'{without[0].id}'); they have {', '.join(sorted({*without[0].inputs, *without[0].metadata}))}"
-        for (module, field), without in missing.items()
-    ]
+def privileged_problems(algo: AlgoConfig, examples: Sequence[Example]) -> list[str]:
+    """Return a sentence for each field of `algo.privileged` that a training record lacks, or that all have empty."""
+    if algo.privileged is None:
+        return []
+    records = {example.id: {**example.inputs, **example.metadata} for example in examples}
+    problems = []
+    for module, text in algo.privileged.items():
+        for field in sorted({*FIELD.findall(template_of_text(text))}):
+            without = [name for name, fields in records.items() if field not in fields]
+            if field == FEEDBACK:
+                if len(without) < len(records):
+                    problems.append(
+                        f"algo.privileged.{module}: {{{FEEDBACK}}} is what the task's score says in words, and records "
+                        "have a field of that name; rename it in the data"
+                    )
+            elif without:
+                problems.append(
+                    f"algo.privileged.{module}: {len(without)} of {len(records)} training records have no field "
+                    f"'{field}' (the first: '{without[0]}'); they have {', '.join(sorted(records[without[0]]))}"
+                )
+            elif all(fields[field] in EMPTY_FIELDS for fields in records.values()):
+                problems.append(f"algo.privileged.{module}: the field '{field}' is empty in all training records")
+    return problems
 
 
 def shown(value: Any) -> str:
@@ -140,15 +149,15 @@ class Teachers:
     def _view(self, forest: Forest, call: Call, example: Example, rollout: Rollout | None) -> Call | None:
         """Return a call as its teacher reads it; the call itself where nothing is privileged.
 
-        None where it would read feedback, and the score has given none.
+        None where a field that it would read is empty: the record has none, or the score has said nothing.
         """
         text = (self.algo.privileged or {}).get(call.module)
         if text is None:
             return call
-        template, feedback = template_of_text(text), _feedback(rollout, call.module)
-        if not feedback and FEEDBACK in FIELD.findall(template):
+        template = template_of_text(text)
+        fields = {**example.inputs, **example.metadata, FEEDBACK: _feedback(rollout, call.module)}
+        if any(fields[field] in EMPTY_FIELDS for field in FIELD.findall(template)):
             return None
-        fields = {**example.inputs, **example.metadata, FEEDBACK: feedback}
         added = FIELD.sub(lambda match: shown(fields[match[1]]), template)
         begin = _opening(forest, call)
         frame = end_of_prompt(self.tokenizer)
@@ -180,10 +189,10 @@ def _opening(forest: Forest, call: Call) -> Call:
 
 
 def _first_rollouts(forest: Forest) -> dict[str, Rollout]:
-    """Return the first rollout through each call."""
+    """Return the first rollout through each call of which the score has said something in words."""
     found: dict[str, Rollout] = {}
     for rollout in forest.rollouts:
-        for call in forest.path(rollout):
+        for call in forest.path(rollout) if rollout.feedback else ():
             found.setdefault(call.id, rollout)
     return found
 

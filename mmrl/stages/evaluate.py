@@ -16,6 +16,7 @@ from typing import Any
 
 from mmrl import rng
 from mmrl.config import EvalConfig, RootConfig
+from mmrl.config.tasks import UNSCORED
 from mmrl.errors import MODEL_CAUSED, DataError, TooManyFailures, failure_summary
 from mmrl.records import Example, Forest
 from mmrl.report.stats import bootstrap_interval, lost
@@ -75,7 +76,8 @@ def evaluate(
         plans = [(example, independent(settings.samples)) for example in processes.share(chunk)]
         forest = processes.forest(asyncio.run(sample(env, plans, reward_set)), chunk)
         refuse_context(forest.rollouts)
-        items = item_results(forest, env.task.failed_metrics, never_metrics(env.task))
+        scored = reward_set != UNSCORED
+        items = item_results(forest, env.task.failed_metrics, never_metrics(env.task), scored=scored)
         # The journal before the results: an item in the results has its journal.
         if on_forest:
             on_forest(len(done) // CHUNK if in_order else None, forest)
@@ -127,10 +129,12 @@ class Evaluations:
 
     def _scored(self, step: int, when: str) -> list[Item]:
         # The main process writes the history; the others may look before it is on their disk.
-        key, history = f"eval/{self.settings.split}/reward", self.log.rundir.history()
-        if not self.log.processes.first(any(record["step"] == step and key in record for record in history)):
+        split, history = self.settings.split, self.log.rundir.history()
+        if not self.log.processes.first(
+            any(record["step"] == step and has_scores(record, split) for record in history)
+        ):
             metrics = self.metrics(step)
-            if key not in metrics:
+            if not has_scores(metrics, split):
                 raise TooManyFailures(f"{when}: {self._failure}")
             if self.log.processes.main:
                 self.log.rundir.append_metrics(step, metrics)
@@ -245,12 +249,15 @@ def chunks(examples: Sequence[Example]) -> Iterator[Sequence[Example]]:
         yield examples[start : start + CHUNK]
 
 
-def item_results(forest: Forest, failed: Mapping[str, float], without: Collection[str] = ()) -> list[Item]:
+def item_results(
+    forest: Forest, failed: Mapping[str, float], without: Collection[str] = (), *, scored: bool = True
+) -> list[Item]:
     """Return per-item results of an evaluated forest, in its order.
 
     Args:
-        failed: metrics of a rollout without a score.
+        failed: metrics of a failed rollout.
         without: module metrics that are left out.
+        scored: rollouts have rewards.
     """
     # Failed rollouts report no metrics: the names come from all, so that each item has all of them.
     names = sorted({*failed, *(name for r in forest.rollouts for name in r.metrics)})
@@ -265,7 +272,8 @@ def item_results(forest: Forest, failed: Mapping[str, float], without: Collectio
         counted = [{**failed, **r.metrics} if r.error else r.metrics for r in rollouts]
         metrics = {name: fmean(values.get(name, 0.0) for values in counted) for name in names}
         # Every failure counts 0 in an evaluation, whatever `task.failure_score` trains it with.
-        metrics["reward"] = fmean(0.0 if r.error else r.reward or 0.0 for r in rollouts)
+        if scored:
+            metrics["reward"] = fmean(0.0 if r.error else r.reward or 0.0 for r in rollouts)
         items.append(
             {
                 "id": example,
@@ -301,6 +309,11 @@ def without_scores(metrics: Mapping[str, float]) -> dict[str, float]:
     return {
         name: value for name, value in metrics.items() if name.removesuffix("_low").removesuffix("_high") not in scores
     }
+
+
+def has_scores(record: Mapping[str, float], split: str) -> bool:
+    """Return True if a line of the history has an evaluation on `split` of which not too much failed."""
+    return any(key.startswith(f"eval/{split}/") and f"{key}_low" in record for key in record)
 
 
 def infrastructure_failures(items: Sequence[Item]) -> str:

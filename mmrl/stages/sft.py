@@ -30,10 +30,9 @@ from mmrl.records import Call, Example, Forest
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
 from mmrl.stages import Stage
-from mmrl.stages.collect import check_failures
 from mmrl.stages.evaluate import Evaluations, chunks
 from mmrl.stages.sft_data import best_rollouts, read_examples
-from mmrl.stages.step_metrics import rollout_metrics
+from mmrl.stages.step_metrics import refuse_failures, rollout_metrics
 from mmrl.store.journal import read_step, write_step
 from mmrl.store.policy import checkpoint_step
 from mmrl.tasks.base import Conversation, Demonstration
@@ -139,7 +138,7 @@ class SftStage(Stage[SftRunConfig]):
         """Return the calls of the best rollouts, as they were sampled, each with its id."""
         algo, untrained = self.config.algo, self.assignment.untrained
         forest = self._rollouts()
-        check_failures(forest.rollouts, self.config.train.max_failed_share, "algo.source=rollouts")
+        refuse_failures(forest.rollouts, self.config.train.max_failed_share, "algo.source=rollouts")
         # Failures from outside are judged before the choice: a few lucky rollouts of a broken run are no data.
         best = best_rollouts(forest, algo, self.config.seed)
         self.facts = rollout_metrics(forest.rollouts, self.task.failed_metrics) | {

@@ -111,22 +111,16 @@ def failed_share(errors: Sequence[str | None]) -> float:
     return failures / len(errors) if errors else 0.0
 
 
-def refuse_failures(
-    errors: Sequence[str | None], failed: Sequence[Rollout], limit: float, where: str, key: str = "train"
-) -> None:
+def refuse_failures(rollouts: Sequence[Rollout], limit: float, where: str, key: str = "train") -> None:
     """Raise `TooManyFailures` where more than `limit` of the rollouts failed by no doing of the model.
 
     Args:
-        errors: of all rollouts.
-        failed: those without a reward, the first of which is quoted.
         key: section of the limit, `max_failed_share`.
     """
-    if (share := failed_share(errors)) <= limit:
+    if (share := failed_share([rollout.error for rollout in rollouts])) <= limit:
         return
-    causes, first = (
-        failure_summary(error for error in errors if error is not None and error not in MODEL_CAUSED),
-        failed[0],
-    )
+    failed = [rollout for rollout in rollouts if rollout.failed_outside]
+    causes, first = failure_summary(rollout.error for rollout in failed if rollout.error), failed[0]
     trace = f"\n{first.error_traceback.rstrip()}" if first.error_traceback else ""
     raise TooManyFailures(
         f"{where}: {share:.0%} of the rollouts failed {causes}, more than {key}.max_failed_share={limit:.0%}; "

@@ -201,6 +201,7 @@ def test_every_rule_has_a_case():
     others |= {f"run.{key}" for key in ("name", "report_to", "progress", "doctor")}
     others |= {"hardware.ray", "hardware.processes", "hardware.nodes"}  # tests/run/test_processes.py, test_reads.py
     others |= {"task.caught_parse_penalty"}  # below
+    others |= {"task.failure_score"}  # tests/stages/test_unscored.py
     others |= {"eval.temperature", "task.max_tokens"}  # test_settings_that_an_endpoint_is_not_sent
     others |= {f"train.{key}" for key in ("packing", "tis", "staleness", "max_failed_share")}
     others |= {"engine", "algo.critic"}  # the latter: tests/trainer/test_critic.py

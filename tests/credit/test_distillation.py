@@ -73,7 +73,7 @@ def test_calls_that_no_teacher_could_read_are_counted() -> None:
     calls = {name: replace(call, distillation=None) if name == "b/1#1" else call for name, call in forest.calls.items()}
     result = credit(replace(forest, calls=calls), "distill", distill=dict.fromkeys(forest.modules, "policy"))
     assert result.metrics["module/answerer/untaught_share"] == pytest.approx(1 / 4)
-    assert "module/rewriter/untaught_share" not in result.metrics
+    assert result.metrics["module/rewriter/untaught_share"] == 0
     assert "b/1#1" not in {entry.call for entry in result.entries}
 
 

@@ -59,6 +59,7 @@ def test_a_healthy_run_is_silent():
         ("never_parses", "turn/1/format_rate", lambda s: 0.0),
         ("never_parses", "module/m/invalid_selection", lambda s: 1.0),
         ("never_parses", "module/m/action_none", lambda s: 0.98),
+        ("untaught", "module/m/untaught_share", lambda s: 0.6),
         ("gains_small", "credit/gain_to_outcome", lambda s: 0.01),
         ("gold_unlikely", "module/m/gold_probability", lambda s: 1e-4),
         ("failures", "rollouts/failed_share", lambda s: 0.0 if s < 20 else 0.4),

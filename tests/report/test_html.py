@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import html
 import io
 import json
 import re
@@ -245,6 +246,15 @@ def test_the_command_that_evaluates_again_stays_on_the_users_data(tmp_path, data
     config["task"]["data"] = data
     (run.path / "config.yaml").write_text(yaml.safe_dump(config))
     assert f"evaluate       mmrl eval policy={run.path} {says}" in finished(run).splitlines()
+
+
+def test_the_command_that_makes_the_run_again_can_be_pasted(tmp_path):
+    words = ["mmrl", "train", "algo=distill", "algo.distill={writer: policy}", "algo.privileged={writer: 'It is {a}.'}"]
+    run = RunDir.create(tmp_path / "run", CONFIG, words)
+    run.close()
+    page = html.unescape(report_run(run.path).read_text())
+    (shown,) = re.findall(r"<h2>To run it again</h2>\n<pre>(.*?)</pre>", page)
+    assert shlex.split(shown) == words
 
 
 def test_the_command_that_evaluates_again_can_be_pasted(tmp_path):

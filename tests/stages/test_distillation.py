@@ -187,6 +187,18 @@ def test_without_feedback_a_teacher_that_reads_it_says_nothing(tiny: Any) -> Non
         assert [call.distillation is not None for call in found.calls.values()] == [taught, taught]
 
 
+def test_a_shared_call_reads_the_feedback_of_a_rollout_that_has_some(tiny: Any) -> None:
+    """As where the first rollout through a fork failed, and so has no score."""
+    forest, scores = two_turns(tiny), Scores()
+    failed = Rollout(id="q/9", example="q", leaf="q/0#0", reward=0.0, error="parse")
+    algo = AlgoConfig(name="x", distill={"agent": "policy"}, privileged={"agent": "{feedback}"})
+    teachers = Teachers(algo=algo, forwards=scores, tokenizer=tiny)  # type: ignore[arg-type]
+    found = teachers.complete(
+        replace(forest, rollouts=(failed, *forest.rollouts)), {"q": Example(id="q", inputs={})}, None
+    )
+    assert all(call.distillation for call in found.calls.values())
+
+
 def test_fields_that_records_lack_are_named() -> None:
     records = [
         Example(id=f"q{n}", inputs={"question": "?"}, metadata={"answers": ["a"]} if n else {}) for n in range(3)
@@ -196,6 +208,40 @@ def test_fields_that_records_lack_are_named() -> None:
         "algo.privileged.a: 1 of 3 training records have no field 'answers' (the first: 'q0'); they have question",
         "algo.privileged.b: 3 of 3 training records have no field 'hint' (the first: 'q0'); they have question",
     ]
+
+
+def test_a_field_that_is_always_empty_or_has_the_name_of_feedback_is_named() -> None:
+    records = [Example(id=f"q{n}", inputs={"note": None, "hint": n or ""}, metadata={"feedback": "x"}) for n in (0, 1)]
+    algo = AlgoConfig(name="x", distill={"a": "policy"}, privileged={"a": "note", "b": "{hint} {feedback}"})
+    assert privileged_problems(algo, records) == [
+        "algo.privileged.a: the field 'note' is empty in all training records",
+        "algo.privileged.b: {feedback} is what the task's score says in words, and records have a field of that name; "
+        "rename it in the data",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        *((empty, None) for empty in (None, "", [], {}, ())),
+        (0, "0"),
+        (False, "false"),
+        (["a", ["b", {"c": None}]], '["a", ["b", {"c": null}]]'),
+        ("a {note} }{ {feedback} \u65e5\u672c <|im_end|>", "a {note} }{ {feedback} \u65e5\u672c <|im_end|>"),
+        ("word " * 2000, "word " * 2000),
+    ],
+)
+def test_a_field_is_read_as_it_is_and_an_empty_one_is_no_teacher(value: object, text: str | None, tiny: Any) -> None:
+    forest, scores = two_turns(tiny), Scores()
+    algo = AlgoConfig(name="x", distill={"agent": "policy"}, privileged={"agent": "note"})
+    teachers = Teachers(algo=algo, forwards=scores, tokenizer=tiny)  # type: ignore[arg-type]
+    found = teachers.complete(forest, {"q": Example(id="q", inputs={}, metadata={"note": value})}, None)
+    assert [call.distillation is not None for call in found.calls.values()] == [text is not None] * 2
+    read = [call.prompt_ids for call in scores.seen if call not in forest.calls.values()]
+    # No text of the data becomes a special token, so the plain text comes back.
+    added = [tiny.decode(list(ids)[-len(end_of_prompt(tiny)) - len(encode_text(tiny, f"\n\nnote: {text}")) :])
+             for ids in read[:1]]  # fmt: skip
+    assert text is None or added[0].startswith(f"\n\nnote: {text}")
 
 
 MISTAKES = {

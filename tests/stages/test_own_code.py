@@ -82,7 +82,7 @@ def test_a_program_that_cannot_be_replayed_is_explained_in_words_of_its_user(col
     collector.task.program = Fickle(("a", "b"))
     plan = SimpleNamespace(plan=lambda *_: fork_on("b", 2))
     monkeypatch.setattr("mmrl.stages.collect.ALGORITHMS", {collector.config.algo.name: plan})
-    monkeypatch.setattr("mmrl.stages.collect.check_failures", lambda *_: None)
+    monkeypatch.setattr("mmrl.stages.collect.refuse_failures", lambda *_: None)
     collector.collect(1, lambda forest: None)
     (note,) = collector.notes
     assert "the program made call 'a' with other input as its request 1" in note

@@ -99,9 +99,8 @@ class Rollouts:
             TooManyFailures: more than `eval.max_failed_share` of the rollouts; a resume asks again.
         """
         rollouts, self._unjudged = self._unjudged, []
-        failed = [rollout for rollout in rollouts if rollout.reward is None]
         limit = self.stage.config.eval.max_failed_share
-        refuse_failures([one.error for one in rollouts], failed, limit, "a batch of the search", key="eval")
+        refuse_failures(rollouts, limit, "a batch of the search", key="eval")
 
     def _forward(self, **inputs: Any) -> dspy.Prediction:
         # The module whose `forward` this is: a copy of the student, with other prompts.

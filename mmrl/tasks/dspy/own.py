@@ -17,7 +17,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from mmrl.config.tasks import DspyProgramConfig, MetricsConfig, TaskConfig
+from mmrl.config.tasks import UNSCORED, DspyProgramConfig, MetricsConfig, TaskConfig
 from mmrl.errors import ConfigError, DataError, ProgramFailure, RewardFailure, gathered, refuse
 from mmrl.records import EMPTY, LARGEST, Call, Example
 from mmrl.system.objects import display_name, imported
@@ -30,6 +30,9 @@ READ = frozenset(
     {"name", "data", "reward", "failure_score", "caught_parse_penalty", "max_tokens", "max_context", "timeout_s"}
 )
 """Options of `task` that every `OwnTask` reads; DSPy programs read `prompts` and `prompt_layout` too."""
+
+FINISHED = "finished"
+"""Metric of a task without rewards: the share of rollouts that did not fail."""
 
 Function = Callable[[Example, Context], Awaitable[object]]
 Reward = Callable[[Example, Any], "float | Score | Awaitable[float | Score]"]
@@ -202,14 +205,15 @@ class ImportedTask(RecordTask):
     def __init__(self, config: DspyProgramConfig, seed: int):
         expected = {
             "program": "expected package.module:name of a dspy.Module or of a function that makes one",
-            "metric": "expected package.module:name of a function (record, prediction) -> number",
             "inputs": "expected the fields of a record that the program gets, such as [question]",
         }
         problems = [f"task.{name}: missing; {hint}" for name, hint in expected.items() if not getattr(config, name)]
         refuse(problems)
         metrics, path = imported_metrics(config), str(config.program)
-        metric = as_one(metrics, config)
-        parts = OwnTask(imported("task.program", path), metric, config.inputs, config.modules, main_metric="score")
+        metric, main = (as_one(metrics, config), "score") if metrics else (unscored, FINISHED)
+        if not metrics:
+            self.reward_sets = (UNSCORED,)
+        parts = OwnTask(imported("task.program", path), metric, config.inputs, config.modules, main_metric=main)
         super().__init__(parts, config, seed, key="task.{}".format, name=path, rewards=metrics, extra_arguments=True)
 
     async def score(self, example: Example, prediction: object, path: Sequence[Call], reward_set: str) -> Score:
@@ -219,7 +223,7 @@ class ImportedTask(RecordTask):
             RewardFailure: there is no `score`, or a number is not finite.
         """
         metric, record = self.parts_given.reward, dict(example.metadata)
-        if not self.of_dspy:
+        if not self.of_dspy or reward_set == UNSCORED:
             return scored(await call_scorer(metric, record, prediction), "task.metric")
         # DSPy's own objects, so that metrics written for it fit.
         import dspy
@@ -241,7 +245,7 @@ class ImportedTask(RecordTask):
 
     @override
     def describe(self) -> Mapping[str, object]:
-        paths = {"program": str(self.config.program), "metric": ", ".join(paths_of(self.config))}
+        paths = {"program": str(self.config.program), "metric": ", ".join(paths_of(self.config)) or UNSCORED}
         return {**super().describe(), **{name: display_name(path) for name, path in paths.items()}}
 
 
@@ -330,6 +334,11 @@ def imported_metrics(config: MetricsConfig) -> dict[str, Callable[..., Any]]:
 
 def _name(path: str) -> str:
     return path.rpartition(":")[2]
+
+
+def unscored(record: object, result: object) -> Score:
+    """Return what is said of a rollout that nothing scores: it came to its end."""
+    return Score(reward=0.0, metrics={FINISHED: 1.0})
 
 
 def as_one(metrics: Mapping[str, Callable[..., Any]], config: MetricsConfig) -> Callable[..., Any]:

@@ -7,13 +7,13 @@ from typing import Any
 
 from typing_extensions import override
 
-from mmrl.config.tasks import EnvironmentConfig
+from mmrl.config.tasks import UNSCORED, EnvironmentConfig
 from mmrl.errors import DataError, RewardFailure, gathered, refuse
 from mmrl.records import Call, Example
 from mmrl.system.objects import display_name
 from mmrl.tasks.base import Score
 from mmrl.tasks.data.rows import Row, record_id
-from mmrl.tasks.dspy.own import OwnTask, RecordTask, as_one, imported_metrics, paths_of
+from mmrl.tasks.dspy.own import FINISHED, OwnTask, RecordTask, as_one, imported_metrics, paths_of
 from mmrl.tasks.environments.base import Source
 from mmrl.tasks.environments.classes import ClassSource, FunctionSource
 from mmrl.tasks.environments.episode import merged
@@ -55,18 +55,16 @@ class EnvironmentTask(RecordTask):
                 problems += filter(None, [metric.problem()])
         if not self.worlds and not self.beside and not problems:
             problems.append("task.environment: missing; expected package.module:Class, or task.tools")
-        if config.metric is None and not any(world.has_reward for world in self.worlds.values()) and not problems:
-            problems.append(
-                "task.metric: missing, and no environment has get_reward; expected package.module:name of a reward "
-                "function"
-            )
         refuse([*problems, *self._name_problems(config)])
         self._functions = tuple(metrics.values())
         self._metric = as_one(metrics, config) if metrics else None
         turns = self.worlds and all(world.has_turn_rewards for world in self.worlds.values())
         self.reward_sets = ("outcome", "turn") if turns else ("outcome",)
+        main = "score"
+        if not metrics and not any(world.has_reward for world in self.worlds.values()):
+            self.reward_sets, main = (UNSCORED,), FINISHED
         program = EnvironmentProgram(config, self.worlds, self.beside, self._judge)
-        parts = OwnTask(program, self._judge, (), main_metric="score")
+        parts = OwnTask(program, self._judge, (), main_metric=main)
         super().__init__(parts, config, seed, key="task.{}".format, name="", rewards={}, extra_arguments=False)
         self.absent_features = frozenset({"penalties", "parse_failures"})
 
@@ -141,7 +139,7 @@ class EnvironmentTask(RecordTask):
         if self._metric is not None:
             score = await self._metric(dict(example.metadata), played)
         own = played.reward
-        if own is None and not played.rewarded:
+        if own is None and not played.rewarded and self.reward_sets != (UNSCORED,):
             raise RewardFailure("no reward: neither the environment nor a reward function has given one")
         total = score.reward + (own or 0.0)
         numbers = {
@@ -154,9 +152,8 @@ class EnvironmentTask(RecordTask):
         parts = dict(score.parts)
         if own is not None:
             parts["environment"] = own
-        return Score(
-            reward=total, metrics={**score.metrics, **numbers, "score": total}, parts=parts, feedback=score.feedback
-        )
+        numbers[self.main_metric] = 1.0 if self.main_metric == FINISHED else total
+        return Score(reward=total, metrics={**score.metrics, **numbers}, parts=parts, feedback=score.feedback)
 
     async def score(self, example: Example, prediction: Played, path: Sequence[Call], reward_set: str) -> Score:
         """Return the outcome; the set `turn` adds the rewards of turns, that of the last one to the outcome."""
@@ -182,7 +179,7 @@ class EnvironmentTask(RecordTask):
         facts = {
             "environment": named,
             "tools": ", ".join(self.config.tools),
-            "metric": ", ".join(paths_of(self.config)),
+            "metric": ", ".join(paths_of(self.config)) or (UNSCORED if UNSCORED in self.reward_sets else ""),
         }
         described = {**super().describe(), **{name: display_name(str(v)) for name, v in facts.items() if v}}
         if not self.sources:

@@ -19,7 +19,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from mmrl.config.tasks import AnyAgentConfig
+from mmrl.config.tasks import UNSCORED, AnyAgentConfig
 from mmrl.errors import ConfigError, LengthFailure, ProgramFailure, RewardFailure, gathered, refuse, unknown
 from mmrl.records import Call, Example
 from mmrl.retrieval.select import server_problems
@@ -30,6 +30,7 @@ from mmrl.system.objects import display_name, imported
 from mmrl.system.user_code import call_scorer, finite_numbers, in_thread, on_agent_loop
 from mmrl.tasks.base import Context, Score
 from mmrl.tasks.dspy.own import (
+    FINISHED,
     OwnTask,
     RecordTask,
     as_one,
@@ -37,6 +38,7 @@ from mmrl.tasks.dspy.own import (
     paths_of,
     refusing_signature,
     scored,
+    unscored,
 )
 from mmrl.tasks.gateway.recorder import Recorder, reply_id
 
@@ -157,7 +159,10 @@ class AgentTask(RecordTask):
         if isinstance(config.metric, tuple):
             self.reward_sets = ("outcome",)  # rewards of single calls come from one metric
         metric: Callable[..., Any] = _result if config.metric is None else as_one(metrics, config)
-        parts = OwnTask(AgentProgram(play, config), metric, config.inputs, main_metric="score")
+        if config.metric is None:
+            self.reward_sets = (*self.reward_sets, UNSCORED)  # of an agent whose result is no score
+        main = FINISHED if config.reward == UNSCORED else "score"
+        parts = OwnTask(AgentProgram(play, config), metric, config.inputs, main_metric=main)
         name = config.agent or str(config.command)
         super().__init__(parts, config, seed, key="task.{}".format, name=name, rewards=metrics, extra_arguments=False)
 
@@ -170,6 +175,8 @@ class AgentTask(RecordTask):
         Raises:
             RewardFailure: there is no `score`, a number is not finite, or a reward is of no call.
         """
+        if reward_set == UNSCORED:
+            return unscored(example.metadata, prediction.result)
         record = dict(example.metadata)
         result = await call_scorer(self.parts_given.reward, record, prediction.result, beside_agent=True)
         score = scored(result, "task.metric" if self.config.metric else "the agent")
@@ -184,7 +191,8 @@ class AgentTask(RecordTask):
 
     @override
     def describe(self) -> Mapping[str, object]:
-        metric = ", ".join(paths_of(self.config)) or "its own result"
+        own = UNSCORED if self.config.reward == UNSCORED else "its own result"
+        metric = ", ".join(paths_of(self.config)) or own
         paths = {"agent": self.config.agent or str(self.config.command), "metric": metric}
         return {**super().describe(), **{name: display_name(path) for name, path in paths.items()}}
 

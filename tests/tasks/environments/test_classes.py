@@ -427,7 +427,6 @@ class Narrow(Counter):
         ({"world": Raising}, "raised OSError: no server at :8000"),
         ({"world": 3}, "is a int, expected a class"),
         ({"world": Narrow}, "reset takes"),
-        ({"world": Bare}, "task.metric: missing, and no environment has get_reward"),
         ({"world": None}, "task.environment: missing"),
         ({"tools_stateless": ("fly",)}, "task.tools_stateless: got fly, the tools are add, look"),
         ({"world": {"a": Counter}, "rows": [{"environment": "b"}]}, "environment is 'b', expected one of a"),
