@@ -74,6 +74,14 @@ def exact_trainer(folder: Path, model: Any, teacher: str | Any, modules: str = "
     return trainer
 
 
+def twin_of(trainer: MmrlTrainer) -> Any:
+    """A copy of the policy as it is now."""
+    twin = copy.deepcopy(trainer.model)
+    for part in twin.modules():
+        part.__dict__.pop("forward", None)  # of an instance's own it is the original's still
+    return twin
+
+
 def move(trainer: MmrlTrainer, size: float = 0.1) -> None:
     torch.manual_seed(7)
     with torch.no_grad():
@@ -116,7 +124,7 @@ def slow(
             theirs = logits(teacher, train.view)
         total = total + loss(logits(model, train.call), theirs).mean() / len(calls)
     total.backward()
-    return float(total), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return float(total.detach()), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("teacher", ["policy", "initial", "other"])
@@ -129,12 +137,12 @@ def test_loss_and_gradient_are_trls_over_the_full_vocabulary(
     start = copy.deepcopy(model)
     name: Any = other if teacher == "other" else teacher
     trainer = exact_trainer(
-        tmp_path, model, name, lora=lora, packing=packing, algo={"temperature": 0.7}, microbatch_tokens=30
+        tmp_path, model, name, lora=lora, packing=packing, algo={"temperature": 0.7}, microbatch_tokens=64
     )
     calls = taught(make_calls(6, modules=("a",)), privileged=3)
     calls = [replace(call, entries=call.entries[1:]) for call in calls]
-    twin = copy.deepcopy(trainer.model)
-    theirs = {"policy": copy.deepcopy(twin), "initial": start, "other": other}[teacher]
+    twin = twin_of(trainer)
+    theirs = {"policy": twin_of(trainer), "initial": start, "other": other}[teacher]
     expected, of_trl = slow(twin, theirs, calls, temperature=0.7)
     loss, ours = found(trainer, calls)
     assert loss == pytest.approx(expected, rel=1e-10) and loss > 0.01
@@ -151,7 +159,7 @@ def test_the_gradient_is_that_of_trls_distillation_trainer(tmp_path: Path) -> No
     calls = [
         with_changes(c, entries=(replace(e, weights=(1 / tokens,) * len(e.weights)),)) for c in calls for e in c.entries
     ]
-    twin = copy.deepcopy(trainer.model)
+    twin = twin_of(trainer)
     rows = [torch.tensor([call.call.prompt_ids + call.call.completion_ids]) for call in calls]
 
     def states(part: Any) -> torch.Tensor:
@@ -215,7 +223,7 @@ def test_vocabularies_that_are_padded_to_different_sizes(packing: str, tmp_path:
             part.resize_token_embeddings(size, mean_resizing=False)
         calls = [replace(call, entries=call.entries[1:]) for call in taught(make_calls(4, modules=("a",)))]
         trainer = exact_trainer(tmp_path / str(number), model, other, packing=packing)
-        expected = slow(copy.deepcopy(trainer.model), other, calls)
+        expected = slow(twin_of(trainer), other, calls)
         loss, ours = found(trainer, calls)
         assert loss == pytest.approx(expected[0])
         assert_close(ours, expected[1])
@@ -258,13 +266,14 @@ def test_it_adds_to_what_rewards_make_and_with_coefficient_0_changes_no_bit(coef
 def test_the_policy_teaches_by_its_weights_before_the_first_of_several_updates(kind: str, tmp_path: Path) -> None:
     calls = [replace(call, entries=call.entries[1:]) for call in taught(make_calls(5, modules=("a",)), 3)]
     trainer = exact_trainer(tmp_path, exact_model(kind), "policy", algo={"epochs": 2}, calls=calls, selfcheck=False)
-    before = copy.deepcopy(trainer.model)
+    before = twin_of(trainer)
+    trainer.create_optimizer_and_scheduler(2)
     updates = [item["update"] for item in trainer.updates()]
     for update in updates:
         trainer.model.zero_grad()
         trainer.training_step(trainer.model, {"update": update})
         ours = {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
-        assert_close(ours, slow(copy.deepcopy(trainer.model), before, calls)[1])
+        assert_close(ours, slow(twin_of(trainer), before, calls)[1])
         move(trainer, 0.02)
 
 
@@ -315,8 +324,7 @@ def capped() -> Any:
 def test_the_models_own_cap_and_layers_that_share_no_prefix(made: Any, tmp_path: Path) -> None:
     calls = [replace(call, entries=call.entries[1:]) for call in taught(make_calls(5, modules=("a",)), 3)]
     trainer = exact_trainer(tmp_path, made(), "policy")
-    twin = copy.deepcopy(trainer.model)
-    expected = slow(twin, copy.deepcopy(twin), calls)
+    expected = slow(twin_of(trainer), twin_of(trainer), calls)
     loss, ours = found(trainer, calls)
     assert loss == pytest.approx(expected[0], rel=1e-4)
     assert_close(ours, expected[1], 1e-4)
@@ -328,8 +336,7 @@ def test_in_bfloat16_the_head_learns_where_its_own_weights_teach(tmp_path: Path)
     model = tiny_model("llama")
     trainer = exact_trainer(tmp_path, copy.deepcopy(model).to(torch.bfloat16), "policy")
     assert trainer.accelerator.mixed_precision == "bf16"
-    twin = copy.deepcopy(trainer.model)
-    _, expected = slow(twin, copy.deepcopy(twin), calls)
+    _, expected = slow(twin_of(trainer), twin_of(trainer), calls)
     _, ours = found(trainer, calls)
     for name in ("lm_head.weight", "model.layers.0.mlp.up_proj.weight"):
         assert torch.cosine_similarity(ours[name].flatten(), expected[name].flatten(), dim=0) > 0.97, name
@@ -342,17 +349,13 @@ def test_dropout_is_none_of_the_teachers_and_a_run_has_the_metric(tmp_path: Path
         "algo": {"distill": {"a": "initial", "b": "policy"}, "distill_kl": "exact"},
     }
     first, second = (
-        trained(tmp_path / name, lora=replace_dropout(dropout), steps=2, **options)[1][1]
+        trained(tmp_path / name, lora=LORA.model_copy(update={"dropout": dropout}), steps=2, **options)[1][1]
         for name, dropout in (("none", 0.0), ("half", 0.5))
     )
     for metrics in (first, second):
         assert metrics["module/a/teacher_kl"] > 0 and metrics["module/b/teacher_kl"] > 0
         assert metrics["train/clip_share"] >= 0, "of rewards"
     assert first["module/a/teacher_kl"] != second["module/a/teacher_kl"]
-
-
-def replace_dropout(dropout: float) -> Any:
-    return LORA.model_copy(update={"dropout": dropout})
 
 
 class Otherwise(Qwen3ForCausalLM):
