@@ -234,7 +234,7 @@ MISTAKES = {
     "algo=grpo algo.distill={answerer:'http://127.0.0.1:9'}": "algo.temperature: got 0.9, and a server",
     "algo=distill algo.distill={answerer:'http://127.0.0.1:9'}": "algo.distill.answerer: got http://127.0.0.1:9: ",
     "algo=grpo algo.distill_kl=exact": "algo.distill_kl: got exact, which has no effect without a teacher",
-    "algo=distill algo.distill_kl=exact algo.distill={answerer:'http://127.0.0.1:9'}": "algo.distill_kl: got exact, and",
+    "algo=distill algo.distill_kl=exact algo.distill={answerer:'http://127.0.0.1:9'}": "algo.distill_kl: got exact, ",
     "algo=distill algo.distill_kl=exact algo.distill={answerer:policy} algo.clip=0.1": "algo.clip: got 0.1, which has",
     "algo=mmgrpo algo.reserialise=true algo.distill={answerer:policy}": "algo.distill: teachers score sampled tokens",
     "algo=mhgpo_rr algo.freeze_modules=[reranker] algo.distill={reranker:policy}": "the module is not trained",
