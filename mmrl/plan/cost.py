@@ -319,11 +319,10 @@ def seconds(
     generated = generation_seconds(shape, loads, device, computing_width(config), generating_devices(config))
     spent = {**generated, "update": passes * forward / reach}
     if shape.teachers:
-        # Each distilled call is forwarded by its teacher and, for the difference, by the policy; for the exact divergence
-        # by its teacher once more.
-        times = 2 if config.algo.distill_kl == "exact" else 1
+        # Each distilled call is forwarded by the policy and by its teacher; for the exact divergence once more by this.
+        asked = 2 if config.algo.distill_kl == "exact" else 1
         spent["teachers"] = sum(
-            (times * _scoring(model or shape, loads, modules) + _scoring(shape, loads, modules)) / reach
+            (asked * _scoring(model or shape, loads, modules) + _scoring(shape, loads, modules)) / reach
             for model, modules in shape.teachers
         )
     return spent

@@ -138,7 +138,7 @@ def load_scorers(config: RlRunConfig, forwards: Forwards) -> tuple[Mapping[str, 
             # Also sets up the attention of each; the two are of one architecture.
             tries = choose_packing(config.train.packing, loaded)
             if config.algo.distill_kl == "exact":
-                require_own_logits(loaded)
+                require_own_logits(forwards, loaded)
         limits.append(context_limit(model.config.get_text_config()))
         scorers[teacher] = partial(_scored, forwards, model, tries, serving)
         forwards.teachers[teacher] = partial(_weights_for, model, tries, serving)

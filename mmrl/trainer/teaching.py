@@ -83,7 +83,7 @@ def _states(
 
 
 @torch.no_grad()
-def require_own_logits(model: PreTrainedModel) -> None:
+def require_own_logits(forwards: Forwards, model: PreTrainedModel) -> None:
     """Look whether a model's logits are made of its head's input alone.
 
     Raises:
@@ -94,7 +94,7 @@ def require_own_logits(model: PreTrainedModel) -> None:
     seen: list[torch.Tensor] = []
     handle = head.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     try:
-        with evaluating(model):
+        with evaluating(model), forwards.autocast():
             expected = model(input_ids=ids, use_cache=False).logits[0].float()
             own = torch.allclose(head_logits(model, head)(seen[0][0]).float(), expected, rtol=1e-2, atol=1e-2)
     except Exception:  # whatever the code of an architecture raises where only its head is left

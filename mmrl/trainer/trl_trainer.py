@@ -157,7 +157,7 @@ class MmrlTrainer(GRPOTrainer):
         )
         self._prepare_models(reference)
         if settings.algo.distill_kl == "exact":
-            require_own_logits(self.forwards.policy)
+            require_own_logits(self.forwards, self.forwards.policy)
         # Weights that processes will share are whole here too, but may not fit on one device.
         checked = self.unchecked and not sharding.shares_weights(self.accelerator)
         self.ways = check_at_load(self.forwards, tokenizer) if checked else []
@@ -239,6 +239,8 @@ class MmrlTrainer(GRPOTrainer):
             self.totals.seconds += time.perf_counter() - started
             for number in range(count):
                 yield {"update": Update(step, minibatches[number % len(minibatches)], first=number == 0)}
+            for pack in packs:
+                pack.taught = ()  # not held while the next batch is sampled
 
     def _next_batch(self, step: int) -> StepBatch:
         try:

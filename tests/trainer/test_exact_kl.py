@@ -64,7 +64,7 @@ def taught(calls: list[TrainCall], privileged: int = 0, coefficient: float = 1.0
     ]
 
 
-def exact_trainer(folder: Path, model: Any, teacher: str | Any, modules: str = "a", **options: Any) -> MmrlTrainer:
+def exact_trainer(folder: Path, model: Any, teacher: Any, modules: str = "a", **options: Any) -> MmrlTrainer:
     """A trainer of exact divergences, whose trained weights are no longer those that it began with."""
     algo = {"distill": dict.fromkeys(modules, teacher if isinstance(teacher, str) else "other")}
     options["algo"] = {**algo, "distill_kl": "exact", **options.get("algo", {})}
@@ -87,7 +87,7 @@ def move(trainer: MmrlTrainer, size: float = 0.1) -> None:
     with torch.no_grad():
         for weight in trainer.model.parameters():
             if weight.requires_grad:
-                weight += size * torch.randn_like(weight)
+                weight.add_(size * torch.randn_like(weight))
 
 
 def found(trainer: MmrlTrainer, calls: list[TrainCall]) -> tuple[float, dict[str, torch.Tensor]]:
@@ -99,11 +99,11 @@ def found(trainer: MmrlTrainer, calls: list[TrainCall]) -> tuple[float, dict[str
         teach(trainer.forwards, [pack for packs in minibatches for pack in packs])
         return minibatches
 
-    trainer.step_packs = with_teachers  # type: ignore[method-assign]
+    trainer.step_packs = with_teachers
     try:
         return gradients(trainer, calls)
     finally:
-        trainer.step_packs = step_packs  # type: ignore[method-assign]
+        trainer.step_packs = step_packs
 
 
 def slow(
@@ -207,7 +207,7 @@ def test_worked_numbers_of_three_tokens_and_what_pads_a_vocabulary() -> None:
     for more, of_teacher in (([], []), ([9.0], []), ([], [9.0, 2.0])):
         logits = torch.tensor([[math.log(2) + 3, 3.0, 3.0, *more]], dtype=torch.float64, requires_grad=True)
         theirs = torch.tensor([[0.0, 0.0, math.log(2), *of_teacher]], dtype=torch.float64)
-        kl = logprobs.ReverseKl.apply(logits, theirs)  # type: ignore[no-untyped-call]
+        kl = logprobs.ReverseKl.apply(logits, theirs)
         assert kl.tolist() == pytest.approx([math.log(2) / 4])
         (2 * kl.sum()).backward()
         assert logits.grad is not None
@@ -232,7 +232,7 @@ def test_vocabularies_that_are_padded_to_different_sizes(packing: str, tmp_path:
 def test_a_teacher_that_is_the_student_teaches_nothing_within_rounding(tmp_path: Path) -> None:
     """By other matrix products, so not to the bit; the divergence itself is 0 where logits are equal."""
     logits = torch.randn(4, VOCAB, requires_grad=True)
-    kl = logprobs.ReverseKl.apply(logits, logits.detach().clone())  # type: ignore[no-untyped-call]
+    kl = logprobs.ReverseKl.apply(logits, logits.detach().clone())
     kl.sum().backward()
     assert logits.grad is not None and not kl.any() and not logits.grad.any()
     calls = [replace(call, entries=call.entries[1:]) for call in taught(make_calls(6, modules=("a",)))]
@@ -268,13 +268,15 @@ def test_the_policy_teaches_by_its_weights_before_the_first_of_several_updates(k
     trainer = exact_trainer(tmp_path, exact_model(kind), "policy", algo={"epochs": 2}, calls=calls, selfcheck=False)
     before = twin_of(trainer)
     trainer.create_optimizer_and_scheduler(2)
-    updates = [item["update"] for item in trainer.updates()]
-    for update in updates:
+    packs = []
+    for item in trainer.updates():
+        packs += item["update"].packs
         trainer.model.zero_grad()
-        trainer.training_step(trainer.model, {"update": update})
+        trainer.training_step(trainer.model, item)
         ours = {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
         assert_close(ours, slow(twin_of(trainer), before, calls)[1])
         move(trainer, 0.02)
+    assert len(packs) == 2 and not any(pack.taught for pack in packs), "none is held while the next batch is sampled"
 
 
 class Widths(TorchDispatchMode):
@@ -330,15 +332,17 @@ def test_the_models_own_cap_and_layers_that_share_no_prefix(made: Any, tmp_path:
     assert_close(ours, expected[1], 1e-4)
 
 
-def test_in_bfloat16_the_head_learns_where_its_own_weights_teach(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+def test_in_bfloat16_the_head_learns_where_its_own_weights_teach(lora: Any, tmp_path: Path) -> None:
     """Autocast keeps the weights that it has cast: cast without gradient for the teacher, they would have none."""
     calls = [replace(call, entries=call.entries[1:]) for call in taught(make_calls(5, modules=("a",)), 3)]
     model = tiny_model("llama")
-    trainer = exact_trainer(tmp_path, copy.deepcopy(model).to(torch.bfloat16), "policy")
+    trainer = exact_trainer(tmp_path, model.to(torch.bfloat16), "policy", lora=lora)
     assert trainer.accelerator.mixed_precision == "bf16"
-    _, expected = slow(twin_of(trainer), twin_of(trainer), calls)
+    _, expected = slow(twin_of(trainer).float(), twin_of(trainer).float(), calls)
     _, ours = found(trainer, calls)
-    for name in ("lm_head.weight", "model.layers.0.mlp.up_proj.weight"):
+    assert ours.keys() == expected.keys() and ("lm_head.weight" in ours) == (lora is None)
+    for name in ours:
         assert torch.cosine_similarity(ours[name].flatten(), expected[name].flatten(), dim=0) > 0.97, name
 
 
@@ -361,15 +365,15 @@ def test_dropout_is_none_of_the_teachers_and_a_run_has_the_metric(tmp_path: Path
 class Otherwise(Qwen3ForCausalLM):
     """Logits of more than the head's input."""
 
-    def forward(self, input_ids: Any = None, **options: Any) -> Any:  # type: ignore[override]
+    def forward(self, input_ids: Any = None, **options: Any) -> Any:
         output = super().forward(input_ids=input_ids, **options)
         output.logits = output.logits + input_ids[..., None]
         return output
 
 
-def test_logits_of_more_than_the_heads_input_are_refused() -> None:
-    model = tiny_model()
-    require_own_logits(model)
+def test_logits_of_more_than_the_heads_input_are_refused(tmp_path: Path) -> None:
+    model, forwards = tiny_model(), make_trainer(tmp_path).forwards
+    require_own_logits(forwards, model)
     model.__class__ = Otherwise
     with pytest.raises(ConfigError, match="Otherwise computes its logits of more than"):
-        require_own_logits(model)
+        require_own_logits(forwards, model)
