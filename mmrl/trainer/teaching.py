@@ -39,8 +39,9 @@ def teach(forwards: Forwards, packs: Sequence[Pack]) -> None:
     for train in (train for pack in own for train in pack.calls):
         if train.view is not None and train.kl_weights:
             views.setdefault(train.view.module, []).append(train.view)
+    copies = dict[int, torch.nn.Module]()
     for module, calls in views.items():
-        states, logits = _states(forwards, module, calls)
+        states, logits = _states(forwards, module, calls, copies)
         for pack in own:
             taught = [number for number, train in enumerate(pack.calls) if id(train.view) in states]
             if taught:
@@ -50,11 +51,12 @@ def teach(forwards: Forwards, packs: Sequence[Pack]) -> None:
 
 
 def _states(
-    forwards: Forwards, module: str, calls: Sequence[Call]
+    forwards: Forwards, module: str, calls: Sequence[Call], copies: dict[int, torch.nn.Module]
 ) -> tuple[dict[int, torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]:
     """Return what the teacher's head sees at each token of a module's calls, (T, H) by the call's identity; its head.
 
-    The head is a copy where it will be another one in the update: it is trained, or has adapters of several modules.
+    The head is a copy where it will be another one in the update: it is trained (`copies`: one for all modules), or has
+    adapters, which may be others for other modules.
     """
     teacher = (forwards.settings.algo.distill or {})[module]
     model, tries, loaded = forwards.wrapped, forwards.tries, None
@@ -77,8 +79,13 @@ def _states(
                 rows = hidden_states(model, head, pack.to(forwards.device))
             parts = rows.split([len(train.call.completion_ids) for train in pack.calls])
             found |= {id(train.call): part for train, part in zip(pack.calls, parts, strict=True)}
-        moves = forwards.settings.updates > 1 and any(weight.requires_grad for weight in head.parameters())
-        used = copy.deepcopy(head) if moves or not isinstance(head, torch.nn.Linear) else head
+        used = head
+        if not isinstance(head, torch.nn.Linear):
+            used = copy.deepcopy(head)
+        elif forwards.settings.updates > 1 and head.weight.requires_grad:
+            if id(head) not in copies:
+                copies[id(head)] = copy.deepcopy(head)
+            used = copies[id(head)]
         return found, head_logits(forwards.accelerator.unwrap_model(model), head, used)
 
 
