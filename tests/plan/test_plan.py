@@ -140,7 +140,11 @@ def test_exact_divergences_cost_another_forward_of_the_teacher_and_what_its_head
         plan = planned(capsys, *base, "algo.distill_kl=exact", *more)
         parts = [part for part in plan["memory_bytes"] if "teacher" in part]
         assert parts == ["teachers' states", *held]
-    assert plan["seconds_per_step"]["teachers"] == pytest.approx(1.5 * sampled["seconds_per_step"]["teachers"], rel=0.2)
+    # Beside the update: how fast this machine is, is measured anew for each plan.
+    more, before = (
+        found["teachers"] / found["update"] for found in (plan["seconds_per_step"], sampled["seconds_per_step"])
+    )
+    assert more == pytest.approx(1.5 * before)
 
 
 def test_turn_rewards_of_the_policy_itself_cost_its_forwards(capsys):

@@ -333,8 +333,8 @@ def test_the_models_own_cap_and_layers_that_share_no_prefix(made: Any, tmp_path:
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
-def test_in_bfloat16_the_head_learns_where_its_own_weights_teach(lora: Any, tmp_path: Path) -> None:
-    """Autocast keeps the weights that it has cast: cast without gradient for the teacher, they would have none."""
+def test_in_bfloat16_the_gradient_is_near_that_in_float32(lora: Any, tmp_path: Path) -> None:
+    """Of the head, too, which makes the teacher's logits without gradient under the same autocast."""
     calls = [replace(call, entries=call.entries[1:]) for call in taught(make_calls(5, modules=("a",)), 3)]
     model = tiny_model("llama")
     trainer = exact_trainer(tmp_path, model.to(torch.bfloat16), "policy", lora=lora)
