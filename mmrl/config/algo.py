@@ -49,13 +49,16 @@ class AlgoConfig(MethodConfig):
         "server (docs/distillation.md)",
     )
     distill_coef: float = Field(1.0, ge=0, le=FACTOR, description="weight of the distillation in the loss")
+    distill_kl: Literal["sampled", "exact"] = Field(
+        "sampled", description="exact: the divergence over the whole vocabulary, for teachers that are loaded here"
+    )
     privileged: dict[str, str] | None = Field(
         None,
         description="module: what its teacher reads beside the prompt: a field of the record, or a text with {fields}",
     )
     idle: ClassVar[list[Idle[Any]]] = [
         needs("loss_length", "loss_mean", "constant"),
-        Idle("distill_coef", lambda algo: algo.distill is None, "without a teacher: algo.distill"),
+        Idle("distill_coef distill_kl", lambda algo: algo.distill is None, "without a teacher: algo.distill"),
     ]
     # No key: `model.modules` says it.
     _left_out: frozenset[str] = PrivateAttr(frozenset())
@@ -94,7 +97,7 @@ class AlgoConfig(MethodConfig):
                 "zero_variance: got refill, which leaves out examples with equal rewards, of which the teachers of "
                 "distill would teach; use drop or keep"
             )
-        if problems := scoring_problems(self.distill, self.privileged, self.temperature):
+        if problems := scoring_problems(self.distill, self.privileged, self.temperature, self.distill_kl):
             raise ValueError(*problems)
         return self
 

@@ -238,6 +238,11 @@ TYPED: tuple[Idle[Case], ...] = (
     ),
     Idle("algo.clip", lambda c: c.ratio_one, f"{_RATIO_ONE}{_ALONE}"),
     Idle(
+        "algo.loss algo.clip algo.clip_high algo.ratio_one train.old_logprobs train.tis",
+        lambda c: c.algo.name == "distill" and c.algo.distill_kl == "exact",
+        "with algo=distill and algo.distill_kl=exact, which compare no sampled tokens",
+    ),
+    Idle(
         "algo.clip",
         lambda c: c.algo.loss == "cispo" and c.algo.clip_high is not None,
         f"with algo.loss=cispo, whose one bound is algo.clip_high{_ALONE}",

@@ -25,9 +25,9 @@ def is_url(teacher: str) -> bool:
 
 
 def scoring_problems(
-    distill: Mapping[str, str] | None, privileged: Mapping[str, str] | None, temperature: float
+    distill: Mapping[str, str] | None, privileged: Mapping[str, str] | None, temperature: float, kl: str
 ) -> list[str]:
-    """Return the problems of `algo.distill` and `algo.privileged` on their own, one sentence each."""
+    """Return the problems of `algo.distill*` and `algo.privileged` on their own, one sentence each."""
     pairs = (("distill", distill), ("privileged", privileged))
     problems = [f"{key}: got {{}}, expected at least one module" for key, named in pairs if named == {}]
     problems += [
@@ -38,6 +38,11 @@ def scoring_problems(
     for module, teacher in (distill or {}).items():
         if not teacher:
             problems.append(f"distill.{module}: got '', expected {POLICY}, {INITIAL}, a policy or a URL")
+        elif is_url(teacher) and kl == "exact":
+            problems.append(
+                f"distill_kl: got exact, and a server ({teacher}) gives no more than log-probabilities of single "
+                "tokens; use sampled, or a teacher that is loaded here"
+            )
         elif is_url(teacher) and temperature != 1:
             problems.append(
                 f"temperature: got {temperature:g}, and a server ({teacher}) gives log-probabilities at temperature 1 "

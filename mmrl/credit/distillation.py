@@ -6,6 +6,7 @@ pi_S is the policy that is trained, pi_T the teacher of the call's module, which
 both are computed before the first update. In expectation over the policy's own tokens this is the gradient of the
 reverse KL divergence of one token, KL(pi_S || pi_T), as in arXiv 2306.08543 (MiniLLM) and TRL's distillation. n counts
 the calls of one module and invocation in an optimizer step: a module weighs the same, however often others are called.
+With `algo.distill_kl=exact` the trainer takes that divergence itself, with these weights; A is for people to read then.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import psutil
 
 from mmrl.config import RlRunConfig, RootConfig
 from mmrl.config.engines import VllmConfig
-from mmrl.config.teacher import INITIAL
+from mmrl.config.teacher import INITIAL, POLICY
 from mmrl.errors import ConfigError
 from mmrl.plan.shapes import Shape
 from mmrl.plan.workload import Load
@@ -231,6 +231,13 @@ def memory(config: RlRunConfig, shape: Shape, load: Load, longest: float, device
         # Logits, their softmax and its gradient, in float32, of one chunk of scored positions.
         "logits": min(CHUNK, pack) * shape.vocab * 4.0 * 3,
     }
+    if config.algo.distill_kl == "exact":
+        # What teachers' heads see of all tokens of the step, and the head that teaches while its own is trained.
+        hidden = max(((teacher or shape).hidden for teacher, _ in shape.teachers), default=0)
+        update["teachers' states"] = load.completion / processes * hidden * width
+        trained = lora is None and POLICY in (config.algo.distill or {}).values()
+        if trained and config.algo.epochs * config.algo.minibatches > 1:
+            update["teacher's head"] = float(shape.vocab * shape.hidden * TRAINED_WIDTH)
     if processes > 1 and "weights" in SHARDED[config.hardware.sharding]:
         outer = shape.parameters - shape.block_parameters
         layers = shape.block_parameters * min(GATHERED_LAYERS, shape.layers) / shape.layers
@@ -312,9 +319,10 @@ def seconds(
     generated = generation_seconds(shape, loads, device, computing_width(config), generating_devices(config))
     spent = {**generated, "update": passes * forward / reach}
     if shape.teachers:
-        # Each distilled call is forwarded by its teacher and, for the difference, by the policy.
+        # Each distilled call is forwarded by the policy and by its teacher; for the exact divergence once more by this.
+        asked = 2 if config.algo.distill_kl == "exact" else 1
         spent["teachers"] = sum(
-            (_scoring(model or shape, loads, modules) + _scoring(shape, loads, modules)) / reach
+            (asked * _scoring(model or shape, loads, modules) + _scoring(shape, loads, modules)) / reach
             for model, modules in shape.teachers
         )
     return spent

@@ -53,6 +53,11 @@ def module_problems(config: RlRunConfig, modules: Sequence[str], untrained: Coll
         problems.append(
             "task.reward: got privileged, and nothing is; set algo.privileged.MODULE to a field of the record"
         )
+    if algo.distill_kl == "exact" and config.hardware.sharding != "none":
+        problems.append(
+            f"algo.distill_kl: got exact, and with hardware.sharding={config.hardware.sharding} no process has the "
+            "whole head that it needs in each chunk; use sampled, or hardware.sharding=none"
+        )
     algorithm = ALGORITHMS[algo.name]
     if evidence and not (algorithm.needs_turn_rewards or algorithm.reads_turn_rewards):
         problems.append(f"task.reward: got privileged, which gives turn rewards, and algo={algo.name} reads none")
@@ -118,6 +123,7 @@ def load_scorers(config: RlRunConfig, forwards: Forwards) -> tuple[Mapping[str, 
     from mmrl.engines.embedded.batch_rows import context_limit
     from mmrl.models.load import load_policy
     from mmrl.trainer.choice import choose_packing
+    from mmrl.trainer.teaching import require_own_logits
 
     limits, scorers = [context_limit(forwards.policy.config.get_text_config())], dict[str, Scorer]()
     for teacher in dict.fromkeys(config.algo.models_that_teach.values()):
@@ -131,8 +137,11 @@ def load_scorers(config: RlRunConfig, forwards: Forwards) -> tuple[Mapping[str, 
             loaded.requires_grad_(False)
             # Also sets up the attention of each; the two are of one architecture.
             tries = choose_packing(config.train.packing, loaded)
+            if config.algo.distill_kl == "exact":
+                require_own_logits(forwards, loaded)
         limits.append(context_limit(model.config.get_text_config()))
         scorers[teacher] = partial(_scored, forwards, model, tries, serving)
+        forwards.teachers[teacher] = partial(_weights_for, model, tries, serving)
     return scorers, min((limit for limit in limits if limit is not None), default=None)
 
 
@@ -140,18 +149,24 @@ def _scored(
     forwards: Forwards, model: Any, tries: bool, serving: ServedWeights, calls: Sequence[Call]
 ) -> list[tuple[float, ...]]:
     """Score calls by a loaded teacher, each by its module's weights where the teacher has several."""
-    names, initial = serving["adapters"], serving["initial"]
+    names = serving["adapters"]
     if names is None:
         return forwards.logprobs_of(model, calls, tries=tries)
     scored: dict[int, tuple[float, ...]] = {}
     for name in dict.fromkeys(names[call.module] for call in calls):
         own = [call for call in calls if names[call.module] == name]
-        if initial is None:
-            model.set_adapter(name)
-        # Beside a copy of its initial weights a teacher has no adapters.
-        weights = initial if initial is not None and name == INITIAL else model
+        weights, _ = _weights_for(model, tries, serving, own[0].module)
         scored |= dict(zip(map(id, own), forwards.logprobs_of(weights, own, tries=tries), strict=True))
     return [scored[id(call)] for call in calls]
+
+
+def _weights_for(model: Any, tries: bool, serving: ServedWeights, module: str) -> tuple[Any, bool]:
+    """Return a loaded teacher's model with its weights for a module, and whether it can forward packs of tries."""
+    names, initial = serving["adapters"], serving["initial"]
+    if names is not None and initial is None:
+        model.set_adapter(names[module])
+    # Beside a copy of its initial weights a teacher has no adapters.
+    return (initial if names is not None and initial is not None and names[module] == INITIAL else model), tries
 
 
 class ScoringServer:

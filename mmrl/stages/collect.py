@@ -24,7 +24,7 @@ from mmrl.config.tasks import PRIVILEGED
 from mmrl.credit.entries import Credit, Entry
 from mmrl.models.chat import encode_text, end_of_turn
 from mmrl.models.encode import tokenizer_seconds
-from mmrl.records import Example, Forest, Rollout
+from mmrl.records import EMPTY, Call, Example, Forest, Rollout
 from mmrl.rollout.environment import Environment
 from mmrl.rollout.plans import Tree
 from mmrl.rollout.sample import reserialised, sample
@@ -279,13 +279,24 @@ def batch_of(examples: Sequence[Example], size: int, step: int, seed: int) -> li
     return [examples[i] for i in batch]
 
 
-def train_calls(forest: Forest, credit: Credit, minibatch: Mapping[str, int]) -> list[TrainCall]:
-    """Return each credited call once, with its entries: the trainer's view of a forest."""
+def train_calls(
+    forest: Forest, credit: Credit, minibatch: Mapping[str, int], views: Mapping[str, Call] = EMPTY
+) -> list[TrainCall]:
+    """Return each credited call once, with its entries: the trainer's view of a forest.
+
+    Args:
+        views: what teachers read of calls, by id (`Teachers.views`).
+    """
     entries: dict[str, list[Entry]] = {}
     for entry in credit.entries:
         entries.setdefault(entry.call, []).append(entry)
     calls = [forest.calls[call] for call in entries]
-    return [TrainCall(call=call, entries=tuple(entries[call.id]), minibatch=minibatch[call.example]) for call in calls]
+    return [
+        TrainCall(
+            call=call, entries=tuple(entries[call.id]), minibatch=minibatch[call.example], view=views.get(call.id)
+        )
+        for call in calls
+    ]
 
 
 def dynamic_sampling(

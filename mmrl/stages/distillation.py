@@ -111,6 +111,21 @@ class Teachers:
             calls[name] = replace(call, facts=facts, turn_reward=turn_reward, distillation=distillation)
         return replace(forest, calls=calls)
 
+    def views(self, forest: Forest, examples: Mapping[str, Example]) -> dict[str, Call]:
+        """Return what its teacher reads of each distilled call, by id; empty but with `algo.distill_kl=exact`.
+
+        A call of which the policy itself would read the same is left out: it has nothing to learn.
+        """
+        if self.algo.distill is None or self.algo.distill_kl != "exact":
+            return {}
+        first, views = _first_rollouts(forest), dict[str, Call]()
+        for call in forest.calls.values():
+            if call.distillation:
+                view = self._view(forest, call, examples[call.example], first.get(call.id))
+                if view is not None and (view is not call or self.algo.distill[call.module] != POLICY):
+                    views[call.id] = view
+        return views
+
     def _gaps(
         self, forest: Forest, examples: Mapping[str, Example], pairs: Sequence[tuple[str, str]]
     ) -> dict[tuple[str, str], tuple[float, ...]]:

@@ -83,7 +83,8 @@ class RlStage(RolloutSampler):
         self.log.metrics = metrics | dict(batch.metrics)
         # Written by a thread while the trainer works: compressing a large batch takes as long as an update.
         self.log.keep(self.journal, batch.forest, credit.entries, batch.examples)
-        calls = train_calls(trained, credit, minibatch)
+        views = self.scorers.views(trained, {example.id: example for example in batch.examples})
+        calls = train_calls(trained, credit, minibatch, views)
         return StepBatch(step=step, calls=calls, minibatches=count, metrics={})
 
     def credit(self, forest: Forest, minibatch: Mapping[str, int] | None = None) -> Credit:

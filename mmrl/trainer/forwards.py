@@ -6,8 +6,8 @@ between steps or inside `next_batch`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
@@ -19,7 +19,7 @@ from mmrl.models.load import rope_border
 from mmrl.records import Call, Forest
 from mmrl.trainer.logprobs import Scores, score
 from mmrl.trainer.objective import StepBatch, TrainCall
-from mmrl.trainer.packing import Pack, make_packs, share_of_process
+from mmrl.trainer.packing import Pack, Taught, make_packs, share_of_process
 from mmrl.trainer.sharding import is_sharded
 from mmrl.trainer.tree_attention import last_parts
 
@@ -57,6 +57,8 @@ class Forwards:
         self.tries, self.budget, self.max_tokens = tries, budget, max_tokens
         self.ref_model: torch.nn.Module | None = None
         """Frozen copy of the initial policy; without one, disabled adapters are the reference."""
+        self.teachers: dict[str, Callable[[str], tuple[PreTrainedModel, bool]]] = {}
+        """Loaded teachers by name: module -> the weights for it, and whether they can forward packs of tries."""
         self.scored = 0
         """Tokens forwarded for `policy_logprobs` and `values`."""
 
@@ -202,12 +204,19 @@ class Forwards:
         """Return reference log-probabilities, (N,): the calls', else with adapters off, else of the frozen copy."""
         if not pack.known_ref.isnan().any():
             return pack.known_ref
+        with self.initial() as model:
+            return self._no_grad(model, pack)
+
+    @contextmanager
+    def initial(self) -> Iterator[torch.nn.Module]:
+        """Give the weights that the run began with."""
         if isinstance(self.policy, PeftModel):
             # A LoRA policy needs no second model: without its adapters it is the initial policy.
             with self.policy.disable_adapter():
-                return self._no_grad(self.wrapped, pack)
-        assert self.ref_model is not None
-        return self._no_grad(self.ref_model, pack)
+                yield self.wrapped
+        else:
+            assert self.ref_model is not None
+            yield self.ref_model
 
     def policy_of(self, pack: Pack) -> torch.Tensor:
         """Return the policy's log-probabilities as it is now, (N,), without gradient."""
@@ -229,13 +238,22 @@ class Forwards:
         with self.critic.active(), self.autocast():
             return self.critic.values(pack)
 
-    def score(self, model: torch.nn.Module, pack: Pack, *, entropy: bool = False, hits: bool = False) -> Scores:
+    def score(
+        self,
+        model: torch.nn.Module,
+        pack: Pack,
+        *,
+        entropy: bool = False,
+        hits: bool = False,
+        taught: Sequence[Taught] = (),
+    ) -> Scores:
         """Return the scores of the pack's scored positions (`logprobs.score`), with gradient if enabled."""
         unwrapped = self.accelerator.unwrap_model(model)
         # Recomputed in the backward pass, the last layer would be the whole one again.
         last = () if pack.tree is None or self.settings.model.gradient_checkpointing else last_parts(unwrapped)
         head = unwrapped.get_output_embeddings()
-        return score(model, head, pack, self.settings.algo.temperature, entropy=entropy, hits=hits, last=last)
+        temperature = self.settings.algo.temperature
+        return score(model, head, pack, temperature, entropy=entropy, hits=hits, last=last, taught=taught)
 
     def reduce(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
         """Join the processes' tensors: `sum`, or `max` of scalars."""

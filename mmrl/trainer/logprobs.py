@@ -7,6 +7,7 @@ logit scales), so any Hugging Face causal LM works; only the rows that reach its
 from __future__ import annotations
 
 import functools
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,12 +18,15 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from mmrl.errors import MmrlError
-from mmrl.trainer.packing import Pack
+from mmrl.trainer.packing import Pack, Taught
 
 CHUNK = 2**26
 """Logits that exist at once (256 MB in float32); where there are more, the backward pass computes them again."""
 ENTROPY_CHUNK = 512
 """Positions whose entropy is computed at once; it needs a second copy of their logits."""
+KL_CHUNK = 512
+"""Positions whose divergence from a teacher is computed at once, with about six arrays as large as their logits in
+float32: 1.9 GB of 152 000 tokens, 0.3 GB of which wait for the backward pass where one chunk is all there is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,8 @@ class Scores:
     """(N,) whether the target is the likeliest token; None unless requested."""
     hidden: torch.Tensor
     """(N, H) what the head saw, detached."""
+    kl: torch.Tensor | None = None
+    """(N,) KL(policy || teacher) in nats with gradient, 0 where there is no teacher; None without `taught`."""
 
 
 def score(
@@ -48,6 +54,7 @@ def score(
     entropy: bool = False,
     hits: bool = False,
     last: Sequence[torch.nn.Module] = (),
+    taught: Sequence[Taught] = (),
 ) -> Scores:
     """Compute log-softmax(logits / temperature) of the pack's targets, over the full vocabulary.
 
@@ -56,12 +63,13 @@ def score(
         head: the module inside `model` that turns hidden states into logits (`get_output_embeddings()`).
         temperature: of sampling; > 0.
         last: modules of the model's last layer, of which only scored positions are then computed (of tries).
+        taught: compute the divergence from these teachers too.
     """
     # Full log-softmax at the sampling temperature: the policy that sampled is the whole distribution at that
     # temperature, not the one cut by top-k or top-p, so ratios between sampler and trainer are 1 before an update.
-    if pack.tree is not None:
+    if pack.tree is not None or taught:
         with _narrowed(last, pack.positions):
-            return _score_in_chunks(model, head, pack, temperature, entropy, hits)
+            return _score_in_chunks(model, head, pack, temperature, entropy, hits, taught)
     with _only(head, pack.positions) as states:
         logits = model(**pack.inputs).logits
     if logits.numel() != pack.positions.numel() * logits.shape[-1]:
@@ -70,7 +78,7 @@ def score(
             "so the trainer cannot choose the positions; expected a standard causal language model"
         )
     logits = logits.reshape(-1, logits.shape[-1])
-    logprobs, entropies = _measure(logits, pack.targets, temperature, entropy)
+    logprobs, entropies = _measure(_tempered(logits, temperature), pack.targets, entropy)
     return Scores(logprobs, entropies, _likeliest(logits, pack.targets) if hits else None, states[0])
 
 
@@ -95,16 +103,16 @@ def hidden_states(model: torch.nn.Module, head: torch.nn.Module, pack: Pack) -> 
     return states[0]
 
 
-def _measure(
-    logits: torch.Tensor, targets: torch.Tensor, temperature: float, entropy: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return log-probabilities of targets, (N,), from logits, (N, V), and the entropies."""
+def _tempered(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     # float32: in bfloat16 a logit near 20 is rounded to a multiple of 1/8, and the difference of two such roundings
     # would be read as a ratio between two policies. float64 models (tests) stay as they are.
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
-    if temperature != 1:
-        logits = logits / temperature
+    return logits if temperature == 1 else logits / temperature
+
+
+def _measure(logits: torch.Tensor, targets: torch.Tensor, entropy: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return log-probabilities of targets, (N,), from logits at the run's temperature, (N, V), and the entropies."""
     return _TargetLogprobs.apply(logits, targets, entropy)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -139,46 +147,93 @@ class _TargetLogprobs(torch.autograd.Function):
         return found.scatter_add_(1, targets[:, None], grad[:, None]), None, None
 
 
+class ReverseKl(torch.autograd.Function):
+    """KL(student || teacher) of each row over the tokens that both have, with the gradient of the student alone."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+        """Return (n,) nats of (n, V) and (n, V') logits; the wider ones lose what pads them."""
+        size = min(logits.shape[-1], theirs.shape[-1])
+        ours = logits[:, :size].log_softmax(-1)
+        gaps = ours - theirs[:, :size].log_softmax(-1)
+        probabilities = ours.exp_()
+        kl = (probabilities * gaps).sum(-1)
+        # d KL / d logit = p (log p - log q - KL): exactly 0 where the two agree.
+        ctx.save_for_backward(gaps.sub_(kl[:, None]).mul_(probabilities))
+        ctx.padding = logits.shape[-1] - size
+        return kl
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Return grad * d KL / d logits."""
+        (slopes,) = ctx.saved_tensors
+        return torch.nn.functional.pad(slopes * grad[:, None], (0, ctx.padding)), None
+
+
+def _divergence(logits: torch.Tensor, start: int, taught: Sequence[Taught], temperature: float) -> torch.Tensor:
+    """Return the KL of the scored positions from `start` on, (n,), of the policy's tempered logits, (n, V)."""
+    kl = logits.new_zeros(len(logits))
+    for teacher in taught:
+        begin, end = (bisect_left(teacher.places, place) for place in (start, start + len(logits)))
+        if begin < end:
+            rows = torch.tensor(teacher.places[begin:end], device=logits.device) - start
+            with torch.no_grad():
+                theirs = _tempered(teacher.logits(teacher.states[begin:end]), temperature)
+            kl = kl.index_add(0, rows, ReverseKl.apply(logits[rows], theirs))  # type: ignore[no-untyped-call]
+    return kl
+
+
 def _likeliest(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return logits.detach().argmax(dim=-1) == targets
 
 
 def _score_in_chunks(
-    model: torch.nn.Module, head: torch.nn.Module, pack: Pack, temperature: float, entropy: bool, hits: bool
+    model: torch.nn.Module,
+    head: torch.nn.Module,
+    pack: Pack,
+    temperature: float,
+    entropy: bool,
+    hits: bool,
+    taught: Sequence[Taught],
 ) -> Scores:
-    """Score without more than `CHUNK` logits at once.
+    """Score without more than `CHUNK` logits at once; with teachers, of no more than `KL_CHUNK` positions.
 
     It all runs inside the head's own forward, where every wrapper has the head's weights ready.
     """
-    forward, states = head.forward, []
-    finished = _after_head(model, head)
+    logits_of, states = head_logits(model, head), []
     found: list[torch.Tensor] = []
+    divergences: list[torch.Tensor] = []
     entropies: list[torch.Tensor] = []
     likeliest: list[torch.Tensor] = []
 
-    def measure(hidden: torch.Tensor, targets: torch.Tensor, recomputed: list[bool]) -> torch.Tensor:
+    def measure(
+        hidden: torch.Tensor, targets: torch.Tensor, start: int, recomputed: list[bool]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         # `recomputed` is this chunk's own list, filled by its first run: when the backward pass runs the chunk a second
         # time, nothing that carries no gradient is computed or counted twice.
-        logits = finished(forward(hidden))
-        logprobs, chunk_entropy = _measure(logits, targets, temperature, entropy and not recomputed)
+        logits = _tempered(logits_of(hidden), temperature)
+        logprobs, chunk_entropy = _measure(logits, targets, entropy and not recomputed)
         if chunk_entropy is not None:
             entropies.append(chunk_entropy)
         if hits and not recomputed:
             likeliest.append(_likeliest(logits, targets))
         recomputed.append(True)
-        return logprobs
+        return logprobs, _divergence(logits, start, taught, temperature) if taught else None
 
     def measured(hidden: torch.Tensor) -> torch.Tensor:
         rows = hidden.reshape(-1, hidden.shape[-1])[pack.positions]  # (N, H) of (1, packed tokens, H)
         states.append(rows.detach())
         size = max(1, CHUNK // int(head.weight.shape[0]))  # type: ignore[index]
+        size = min(size, KL_CHUNK) if taught else size
         # A single chunk keeps its probabilities for the backward pass, which is faster than computing them again.
-        run: Callable[..., torch.Tensor] = measure
+        run: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = measure
         if len(rows) > size and torch.is_grad_enabled():
             run = functools.partial(checkpoint, measure, use_reentrant=False, preserve_rng_state=False)
-        parts = [run(part, ids, []) for part, ids in zip(rows.split(size), pack.targets.split(size), strict=True)]
+        chunks = zip(rows.split(size), pack.targets.split(size), range(0, len(rows), size), strict=True)
+        parts = [run(part, ids, start, []) for part, ids, start in chunks]
         # Not a view of the parts: FSDP2 hangs its hooks on what the head returns.
-        found.append(torch.cat([part[None] for part in parts], dim=1))
+        found.append(torch.cat([part[None] for part, _ in parts], dim=1))
+        divergences.extend(kl for _, kl in parts if kl is not None)
         return found[0]
 
     head.forward = measured
@@ -189,8 +244,23 @@ def _score_in_chunks(
     # What the model did to them as if they were logits is of no use, but wrappers hang their hooks on what it returns.
     logprobs = torch.where(torch.zeros_like(output[0, :1], dtype=torch.bool), output.sum(), found[0][0])
     return Scores(
-        logprobs, torch.cat(entropies) if entropy else None, torch.cat(likeliest) if hits else None, states[0]
+        logprobs,
+        torch.cat(entropies) if entropy else None,
+        torch.cat(likeliest) if hits else None,
+        states[0],
+        torch.cat(divergences) if taught else None,
     )
+
+
+def head_logits(
+    model: torch.nn.Module, head: torch.nn.Module, used: torch.nn.Module | None = None
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what makes a model's logits, (n, V), of its head's input, (n, H); `used`: a copy of the head in its place.
+
+    It goes on to work inside of the head's own forward, and where that is another one for a while.
+    """
+    forward, finished = (head if used is None else used).forward, _after_head(model, head)
+    return lambda hidden: finished(forward(hidden))
 
 
 def _after_head(model: torch.nn.Module, head: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:

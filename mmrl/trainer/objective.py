@@ -37,6 +37,14 @@ class TrainCall:
     """Weights hold all normalisation: the loss is the weighted sum over the tokens of an optimizer step."""
     minibatch: int = 0
     """Index of its optimizer step within an epoch."""
+    view: Call | None = None
+    """The call as its teacher reads it, where its distilled entry is the exact divergence (`algo.distill_kl`)."""
+
+    @property
+    def kl_weights(self) -> tuple[float, ...] | None:
+        """Weights of the divergence from the teacher, length T; None without."""
+        found = (entry.weights for entry in self.entries if entry.distilled and any(entry.weights))
+        return None if self.view is None else next(found, None)
 
     def __post_init__(self) -> None:
         call, tokens = self.call, len(self.call.completion_ids)

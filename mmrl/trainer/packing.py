@@ -8,7 +8,7 @@ decided here and in `tries` alone. Two ways (`choice`): `trie` forwards each dis
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -64,6 +64,18 @@ def token_budget(tokens: int | None, model: PreTrainedModel, checkpointing: bool
     return budget, budget if on_gpu else WIDER_ON_CPU * budget
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taught:
+    """What one teacher knows of M tokens of a pack, by its weights before the step's first update."""
+
+    places: tuple[int, ...]
+    """Rising indices into the pack's N scored positions."""
+    states: torch.Tensor
+    """(M, H) what the teacher's head sees there, after its own prompts: its logits would take V / H times as much."""
+    logits: Callable[[torch.Tensor], torch.Tensor]
+    """(n, H) to (n, V) by the teacher's head."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Pack:
     """Batch of a single forward. R rows of width W, N scored positions, E entry tokens.
@@ -97,6 +109,8 @@ class Pack:
     """(E,) the critic's targets; NaN without a critic."""
     old_values: torch.Tensor
     """(N,) the critic's values before the step; NaN where they are not known."""
+    kl_weights: torch.Tensor
+    """(N,) weights of the divergence from a teacher (`algo.distill_kl=exact`); 0 where there is none."""
     modules: torch.Tensor
     """(N,) int64: index of the call's module in the list that `make_packs` was given."""
     of_call: torch.Tensor
@@ -113,6 +127,8 @@ class Pack:
     """(N,) the ratio's denominator, filled in before the first update of a step that has several."""
     ref: torch.Tensor | None = field(default=None)
     """(N,) reference log-probabilities, filled in when the KL term needs them."""
+    taught: tuple[Taught, ...] = ()
+    """Filled in before the first update of a step, for tokens with `kl_weights` (`teaching`)."""
 
     @property
     def forwarded(self) -> int:
@@ -160,7 +176,8 @@ def share_of_process(packs: list[Pack], processes: int, rank: int) -> list[Pack]
     """
     missing = -len(packs) % processes
     if missing:
-        filler = replace(packs[-1], weights=torch.zeros_like(packs[-1].weights), filler=True)
+        filler = replace(packs[-1], filler=True)
+        filler.weights, filler.kl_weights = torch.zeros_like(filler.weights), torch.zeros_like(filler.kl_weights)
         packs = [*packs, *[filler] * missing]
     return packs[rank::processes]
 
@@ -230,12 +247,12 @@ class _ScoredCall:
         entries = tuple(
             (tuple(t for t, weight in enumerate(entry.weights) if weight != 0), number)
             for number, entry in enumerate(train.entries)
-            if active(entry, beta)
+            if active(entry, beta) and not (entry.distilled and train.kl_weights)
         )
         # Scored once, however many entries a token has: its log-probability is the same in all of them.
         needed = {t for tokens, _ in entries for t in tokens}
         count = len(train.call.completion_ids)
-        return cls(train, entries, tuple(range(count) if score_all else sorted(needed)))
+        return cls(train, entries, tuple(range(count) if score_all or train.kl_weights else sorted(needed)))
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -339,6 +356,9 @@ def _pack(
         sampled=per_position([_values_at(call.logprobs, scored) for call, scored in calls]),
         known_ref=per_position([_values_at(call.ref_logprobs, scored) for call, scored in calls]),
         old_values=per_position([_values_at(call.values, scored) for call, scored in calls]),
+        kl_weights=per_position(
+            [_values_at(c.train.kl_weights or [0.0] * len(c.train.call.completion_ids), c.scored) for c, _ in placed]
+        ),
         modules=per_position([[modules.index(call.module)] * len(scored) for call, scored in calls], torch.int64),
         of_call=per_position([[number] * len(scored) for number, (_, scored) in enumerate(calls)], torch.int64),
         entry_index=per_position([[index[t] for t in tokens] for _, tokens, index in entries], torch.int64),

@@ -18,9 +18,10 @@ from mmrl.trainer.packing import Pack
 
 # Columns of `StepTotals.sums`: per entry token a count and three sums, and of truncated importance sampling its weight
 # and whether it was truncated; then per scored token, once for each optimizer step that trains it, a count and a sum;
-# and of supervised steps its negative log-likelihood and whether it is the likeliest.
-COLUMNS = 10
-_ENTRIES, _CLIPPED, _RATIO, _KL, _TIS, _TRUNCATED, _TOKENS, _ENTROPY, _NLL, _HITS = range(COLUMNS)
+# and of supervised steps its negative log-likelihood and whether it is the likeliest; and whether a teacher's whole
+# distribution is its target, and the divergence from that.
+COLUMNS = 12
+_ENTRIES, _CLIPPED, _RATIO, _KL, _TIS, _TRUNCATED, _TOKENS, _ENTROPY, _NLL, _HITS, _TAUGHT, _TEACHER = range(COLUMNS)
 
 
 class StepTotals:
@@ -73,6 +74,8 @@ class StepTotals:
         if scores.hits is not None:
             self.supervised = True
             of_tokens |= {_NLL: -scores.logprobs, _HITS: scores.hits}
+        if scores.kl is not None:
+            of_tokens |= {_TAUGHT: pack.kl_weights != 0, _TEACHER: scores.kl}
         for index, columns in ((entries, of_entries), (tokens, of_tokens)):
             for column, values in columns.items():
                 self.sums[:, column].index_add_(0, index, values.double())
@@ -134,14 +137,17 @@ class StepTotals:
 
     def _means(self, row: Sequence[float]) -> dict[str, float]:
         """Return the means of one row of the sums (or of their total); empty where nothing was trained."""
-        if not row or not row[0]:
+        if not row or not row[_TOKENS]:
             return {}
-        entries, clipped, ratio, kl, _, _, tokens, entropy, nll, hits = row
+        entries, clipped, ratio, kl, _, _, tokens, entropy, nll, hits, taught, divergence = row
         if self.supervised:
             return {"loss": nll / tokens, "token_accuracy": hits / tokens}
-        means = {"clip_share": clipped / entries, "ratio_mean": ratio / entries, "entropy": entropy / tokens}
-        if self.with_kl:
-            means["kl"] = kl / entries
+        means = {"entropy": entropy / tokens}
+        if entries:
+            means |= {"clip_share": clipped / entries, "ratio_mean": ratio / entries}
+            means |= {"kl": kl / entries} if self.with_kl else {}
+        if taught:
+            means["teacher_kl"] = divergence / taught
         return means
 
 

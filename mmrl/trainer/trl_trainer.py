@@ -38,6 +38,7 @@ from mmrl.trainer.objective import StepBatch, token_loss, truncated_weights
 from mmrl.trainer.packing import Pack, token_budget
 from mmrl.trainer.selfcheck import check_at_load, check_batch, require_same_policy
 from mmrl.trainer.settings import Settings, no_reward, one_device
+from mmrl.trainer.teaching import require_own_logits, teach
 from mmrl.trainer.totals import StepTotals, finite
 
 if TYPE_CHECKING:
@@ -157,6 +158,8 @@ class MmrlTrainer(GRPOTrainer):
             self, settings, self.critic, adapters, tries=tries, budget=budget, max_tokens=max_tokens
         )
         self._prepare_models(reference)
+        if settings.algo.distill_kl == "exact":
+            require_own_logits(self.forwards, self.forwards.policy)
         # Weights that processes will share are whole here too, but may not fit on one device.
         checked = self.unchecked and not sharding.shares_weights(self.accelerator)
         self.ways = check_at_load(self.forwards, tokenizer) if checked else []
@@ -228,9 +231,10 @@ class MmrlTrainer(GRPOTrainer):
                 self.recorded = not self.unchecked and (step == 1 or not settings.train.staleness)
             started = time.perf_counter()
             minibatches = self.step_packs(batch)
-            count = settings.updates
+            count, packs = settings.updates, [pack for packs in minibatches for pack in packs]
             if (count > 1 or settings.has_dropout) and not settings.algo.ratio_one:
-                self.forwards.freeze_old([pack for packs in minibatches for pack in packs])
+                self.forwards.freeze_old(packs)
+            teach(self.forwards, packs)
             if settings.has_dropout:
                 # The update adds noise to its own forwards: of one pack, a sample, the gap is measured without.
                 for pack in minibatches[0][:1]:
@@ -238,6 +242,8 @@ class MmrlTrainer(GRPOTrainer):
             self.totals.seconds += time.perf_counter() - started
             for number in range(count):
                 yield {"update": Update(step, minibatches[number % len(minibatches)], first=number == 0)}
+            for pack in packs:
+                pack.taught = ()  # not held while the next batch is sampled
 
     def _next_batch(self, step: int) -> StepBatch:
         try:
@@ -313,7 +319,7 @@ class MmrlTrainer(GRPOTrainer):
         model.train()
         with self.forwards.autocast():
             supervised = self.settings.is_supervised
-            scores = self.forwards.score(model, pack, entropy=not supervised, hits=supervised)
+            scores = self.forwards.score(model, pack, entropy=not supervised, hits=supervised, taught=pack.taught)
         if first and not self.settings.has_dropout:
             self.totals.add_gap(pack, scores.logprobs)
         index = pack.entry_index  # (E,) into the pack's N scored positions
@@ -335,15 +341,16 @@ class MmrlTrainer(GRPOTrainer):
             pack.of_call[index],
             pack.rewarded,
         )
+        loss = result.loss if scores.kl is None else result.loss + (pack.kl_weights * scores.kl).sum()
         # Processes' gradients are averaged, and this loss is a sum.
-        self.accelerator.backward(result.loss * self.accelerator.num_processes)
+        self.accelerator.backward(loss * self.accelerator.num_processes)
         self.totals.add(pack, scores, result)
         if self.critic is not None:
             self.critic.train_on(pack, scores.hidden, self.accelerator, self.forwards.autocast())
         if supervised:
             # With a ratio of 1 the objective's own value is constant; its gradient is that of the log-likelihood.
             return -(pack.weights * scores.logprobs[index].detach()).sum().double()
-        return result.loss.detach().double()
+        return loss.detach().double()
 
     @override
     def _clip_grad_norm(self, model: torch.nn.Module) -> torch.Tensor | float | None:

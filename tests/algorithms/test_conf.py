@@ -14,6 +14,7 @@ CONF = Path(__file__).parents[2] / "conf" / "algo"
 PAPER_FREE = {
     "distill",
     "distill_coef",
+    "distill_kl",
     "privileged",
     "parse_retries",
     "top_k",
@@ -32,6 +33,7 @@ PAPER_FREE |= {
     "penalty_scale",
     "distill",
     "distill_coef",
+    "distill_kl",
     "privileged",
     "frozen_serving",
     "ratio_one",

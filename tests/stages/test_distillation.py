@@ -6,6 +6,7 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from mmrl.cli import main
 from mmrl.cli.configs import train_configs
 from mmrl.cli.overrides import read_line
+from mmrl.commands.plan import problems_elsewhere
 from mmrl.config import AlgoConfig, ModelConfig
 from mmrl.models.chat import encode_text, end_of_prompt, render_observation, render_prompt
 from mmrl.models.load import load_model, load_tokenizer
@@ -41,14 +43,20 @@ def run_of(random_model: str, folder: Path, *words: str) -> RunDir:
     return RunDir.read(folder)
 
 
-def logprobs(model: Any, prompt: tuple[int, ...], completion: tuple[int, ...]) -> list[float]:
-    """By one plain forward of the row."""
+def distributions(model: Any, prompt: tuple[int, ...], completion: tuple[int, ...]) -> torch.Tensor:
+    """Log-probabilities of every token at each place of the completion, (T, V), by one plain forward of the row."""
     with torch.no_grad():
-        logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
-    return [float(row[token]) for row, token in zip(logits.log_softmax(-1), completion, strict=True)]
+        logits: torch.Tensor = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1)
 
 
-def test_a_teacher_scores_what_was_sampled_and_reads_what_was_not(random_model: str, tmp_path: Path) -> None:
+def logprobs(model: Any, prompt: tuple[int, ...], completion: tuple[int, ...]) -> list[float]:
+    rows = distributions(model, prompt, completion)
+    return [float(row[token]) for row, token in zip(rows, completion, strict=True)]
+
+
+@pytest.mark.parametrize("kl", ["sampled", "exact"])
+def test_a_teacher_scores_what_was_sampled_and_reads_what_was_not(kl: str, random_model: str, tmp_path: Path) -> None:
     """Three teachers in one run, beside rewards: another model, the policy with the answer at hand, the start."""
     other = tmp_path / "other"
     shutil.copytree(random_model, other)
@@ -58,8 +66,9 @@ def test_a_teacher_scores_what_was_sampled_and_reads_what_was_not(random_model: 
         torch.nn.init.normal_(weight, std=0.1)
     model.save_pretrained(other)
     teachers = f"algo.distill={{rewriter: '{other}', answerer: policy, reranker: initial}}"
-    run = run_of(random_model, tmp_path / "run", "algo=mhgpo_rr", teachers, GOLD)
+    run = run_of(random_model, tmp_path / "run", "algo=mhgpo_rr", teachers, GOLD, f"algo.distill_kl={kl}")
     forest, entries = read_step(run, 1)
+    whole: dict[str, list[float]] = {module: [] for module in forest.modules}
     tokenizer = load_tokenizer(ModelConfig(name="x", path=random_model))
     start = load_model(ModelConfig(name="x", path=random_model), "cpu").eval()
     by = {"rewriter": model.eval(), "answerer": start, "reranker": start}
@@ -79,12 +88,18 @@ def test_a_teacher_scores_what_was_sampled_and_reads_what_was_not(random_model: 
         theirs = logprobs(by[call.module], prompt, call.completion_ids)
         ours = logprobs(start, call.prompt_ids, call.completion_ids)
         assert call.distillation == pytest.approx([t - s for t, s in zip(theirs, ours, strict=True)], abs=2e-4)
+        p = distributions(start, call.prompt_ids, call.completion_ids)
+        q = distributions(by[call.module], prompt, call.completion_ids)
+        whole[call.module] += (p.exp() * (p - q)).sum(-1).tolist()
     distilled = [entry for entry in entries if entry.get("distilled")]
     assert {entry["call"] for entry in distilled} == set(forest.calls)
     assert all(entry["advantages"] == forest.calls[entry["call"]].distillation for entry in distilled)
     assert main(["credit", f"run={tmp_path / 'run'}", "step=1"]) == 0, "computed again from the journal, to the bit"
     record = run.history()[1]
     assert record["module/rewriter/teacher_gap"] < -0.01 and record["train/grad_norm"] > 0
+    for module, numbers in whole.items():
+        expected = pytest.approx(fmean(numbers), rel=1e-3, abs=1e-6) if kl == "exact" else None
+        assert record.get(f"module/{module}/teacher_kl") == expected
 
 
 def test_the_policy_as_its_own_teacher_learns_exactly_nothing(
@@ -101,8 +116,10 @@ def test_the_policy_as_its_own_teacher_learns_exactly_nothing(
     assert record["train/tokens"] == 0 and record["train/loss"] == 0
 
 
-def test_a_run_that_was_stopped_goes_on_as_it_would_have(random_model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kl", ["sampled", "exact"])
+def test_a_run_that_was_stopped_goes_on_as_it_would_have(kl: str, random_model: str, tmp_path: Path) -> None:
     words = ["algo=distill", "algo.distill={answerer: initial}", GOLD.replace(", reranker: titles", "")]
+    words.append(f"algo.distill_kl={kl}")
     words += ["train.steps=3", "train.save_every=1", "eval.every=2"]
     run_of(random_model, tmp_path / "whole", *words)
     run = run_of(random_model, tmp_path / "run", *words)
@@ -262,6 +279,9 @@ MISTAKES = {
     "algo=grpo algo.distill_coef=0.5": "algo.distill_coef: got 0.5, which has no effect without a teacher",
     "algo=grpo algo.distill={answerer:'http://127.0.0.1:9'}": "algo.temperature: got 0.9, and a server",
     "algo=distill algo.distill={answerer:'http://127.0.0.1:9'}": "algo.distill.answerer: got http://127.0.0.1:9: ",
+    "algo=grpo algo.distill_kl=exact": "algo.distill_kl: got exact, which has no effect without a teacher",
+    "algo=distill algo.distill_kl=exact algo.distill={answerer:'http://127.0.0.1:9'}": "algo.distill_kl: got exact, ",
+    "algo=distill algo.distill_kl=exact algo.distill={answerer:policy} algo.clip=0.1": "algo.clip: got 0.1, which has",
     "algo=mmgrpo algo.reserialise=true algo.distill={answerer:policy}": "algo.distill: teachers score sampled tokens",
     "algo=mhgpo_rr algo.freeze_modules=[reranker] algo.distill={reranker:policy}": "the module is not trained",
     "algo=mt_ppo task=search_agent task.reward=privileged": "task.reward: got privileged, and nothing is; set",
@@ -278,6 +298,17 @@ def test_mistakes_are_named_before_anything_loads(words: str) -> None:
     assert len(problems) == 1, problems
 
 
+def test_exact_divergences_of_sharded_weights_are_refused() -> None:
+    words = ["algo=distill", "task=hotpotqa", "algo.distill={answerer: initial}", "algo.distill_kl=exact"]
+    for hardware, said in (
+        ("h100x2", []),
+        ("h100x8", ["algo.distill_kl: got exact, and with hardware.sharding=fsdp2"]),
+    ):
+        (config,) = train_configs(read_line([*words, f"hardware={hardware}"]))
+        found = problems_elsewhere(config)
+        assert len(found) == len(said) and all(a.startswith(b) for a, b in zip(found, said, strict=True)), found
+
+
 @pytest.mark.parametrize(
     "weights",
     [
@@ -292,11 +323,14 @@ def test_a_teacher_with_weights_per_module_scores_each_by_its_own(
     taught = ["algo.distill={answerer: policy}", "algo.privileged={answerer: answers}", "train.lr=0.01"]
     run_of(random_model, tmp_path / "teacher", "algo=mhgpo_rr", *taught, *weights)
     teachers = f"algo.distill={{answerer: '{tmp_path / 'teacher'}', reranker: '{tmp_path / 'teacher'}'}}"
-    forest, _ = read_step(run_of(random_model, tmp_path / "run", "algo=distill", teachers), 1)
+    run = run_of(random_model, tmp_path / "run", "algo=distill", teachers, "algo.distill_kl=exact")
+    forest, _ = read_step(run, 1)
     gaps = {module: [g for c in forest.calls.values() if c.module == module for g in c.distillation or ()]
             for module in ("answerer", "reranker")}  # fmt: skip
     assert gaps["reranker"] == pytest.approx([0.0] * len(gaps["reranker"]), abs=1e-5)
     assert max(map(abs, gaps["answerer"])) > 1e-3
+    record = run.history()[1]
+    assert abs(record["module/reranker/teacher_kl"]) < 1e-6 < record["module/answerer/teacher_kl"]
     agent = f"algo.distill={{agent: '{tmp_path / 'teacher'}'}}"
     assert main(line_of(random_model, tmp_path / "no", "algo=distill", "task=search_agent", agent)) == 2
     assert "expected a policy with weights for agent" in capsys.readouterr().err

@@ -17,7 +17,7 @@ def test_values_and_gradients_are_those_of_log_softmax(
     torch.manual_seed(0)
     logits = (torch.randn(7, 5, dtype=torch.float64) * 50).requires_grad_()
     targets, grad = torch.tensor([0, 4, 4, 2, 1, 0, 3]), torch.randn(7, dtype=torch.float64)
-    found, entropies = logprobs._measure(logits, targets, temperature, entropy)
+    found, entropies = logprobs._measure(logprobs._tempered(logits, temperature), targets, entropy)
     found.backward(grad)
     of_ours, logits.grad = logits.grad, None
     expected = torch.log_softmax(logits / temperature, dim=-1)
@@ -35,7 +35,7 @@ def test_values_and_gradients_are_those_of_log_softmax(
 def test_a_second_backward_pass_is_refused() -> None:
     # The first wrote the gradient over what a second would read.
     logits = torch.randn(2, 3, requires_grad=True)
-    found, _ = logprobs._measure(logits, torch.tensor([0, 2]), 1.0, False)
+    found, _ = logprobs._measure(logits, torch.tensor([0, 2]), False)
     found.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         found.sum().backward()

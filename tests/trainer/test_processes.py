@@ -10,22 +10,29 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mmrl.trainer.objective import TrainCall
 from tests.helpers.trainer_cases import LORA, make_calls, trained, two_processes
+from tests.trainer.test_exact_kl import taught
 
 pytestmark = pytest.mark.slow
 COMMON: dict[str, Any] = {"steps": 3, "microbatch_tokens": 64, "algo": {"beta": 0.1, "epochs": 2}}
-OPTIONS = {"full": COMMON, "lora": COMMON | {"lora": LORA}}
+EXACT = {"distill": {"a": "policy", "b": "initial"}, "distill_kl": "exact"}
+OPTIONS = {
+    "full": COMMON,
+    "lora": COMMON | {"lora": LORA},
+    "exact": COMMON | {"algo": {**COMMON["algo"], **EXACT}},  # each process makes the teachers' states of its own packs
+}
 SCRIPT = """
 import json, sys
 from pathlib import Path
 from tests.helpers.trainer_cases import make_calls, make_trainer, sampled
-from tests.trainer.test_processes import OPTIONS
+from tests.trainer.test_processes import OPTIONS, calls_of
 
 def calls(step):
     # Before credit a process forwards what it sampled: another number of packs than the others, or none.
     if trainer.args.process_index == 0:
         trainer.forwards.policy_logprobs(sampled(make_calls(2, seed=step)))
-    return make_calls(7, seed=step)
+    return calls_of(kind, step)
 
 for kind, options in OPTIONS.items():
     folder, seen = Path(sys.argv[1]) / kind, []
@@ -35,6 +42,11 @@ for kind, options in OPTIONS.items():
         (folder / "metrics.json").write_text(json.dumps(seen))
         assert trainer.accelerator.num_processes == 2
 """
+
+
+def calls_of(kind: str, step: int) -> list[TrainCall]:
+    calls = make_calls(7, seed=step)
+    return taught(calls, 3) if kind == "exact" else calls
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +59,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_two_processes_equal_one(kind: str, two: Path, tmp_path: Path) -> None:
-    _, seen = trained(tmp_path, calls=lambda step: make_calls(7, seed=step), **OPTIONS[kind])
+    _, seen = trained(tmp_path, calls=lambda step: calls_of(kind, step), **OPTIONS[kind])
     name = "adapter_model.safetensors" if kind == "lora" else "model.safetensors"
     mine, theirs = (load_file(folder / "checkpoint-3" / name) for folder in (tmp_path, two / kind))
     assert mine.keys() == theirs.keys()
