@@ -35,6 +35,12 @@ CASES: list[Any] = [
     ("run.wandb_project=x", [], "run.report_to", ["run.report_to=[wandb]"]),
     ("algo.clip=0.3", ["algo.ratio_one=true"], "ratio_one", ["algo.ratio_one=false"]),
     (
+        "algo.ratio_one=true",
+        [AGENT, "algo=distill", "algo.distill={agent: initial}", "algo.distill_kl=exact"],
+        "no sampled tokens",
+        ["algo.distill_kl=sampled"],
+    ),
+    (
         "algo.clip=0.3",
         [RR, "algo.minibatches=2", "algo.loss=cispo", "algo.clip_high=4"],
         "whose one bound",
