@@ -47,7 +47,7 @@ SELDOM = 0.5
 """`seldom_parses`: share of replies that can be parsed."""
 CUT = 0.5
 """`cut`: share of replies that are cut at the limit."""
-COPIED = 0.8
+COPIED = 0.6
 """`copies_prompt`: share of a module's replies that are the same words of its prompt."""
 MANY_GROUPS = 8
 """`zero_variance`: groups; fewer that all have equal rewards may be chance, unless every reward is the same."""
