@@ -122,7 +122,9 @@ def problems(rows: Sequence[RlRunConfig], keys: AuditKeys) -> list[str]:
         if separate_teachers(algo):
             found.append(f"algo.teachers: mmrl audit plays the policy alone; leave {name}, or its teachers, out")
         if algo.distill_kl == "exact":
-            found.append(f"algo.distill_kl: got exact, and mmrl audit compares gradients of samples; use it on {name}")
+            found.append(
+                f"algo.distill_kl: got exact for {name}, and mmrl audit compares gradients of samples; use sampled"
+            )
         if keys.truth == "reward" and algo.exchanged_modules(("", "")):
             found.append(f"truth: got reward, and the reward of {name} is made of second plays; expected outcome")
         for key in row.typed.keys:

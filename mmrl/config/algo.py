@@ -251,6 +251,7 @@ class DistillConfig(AlgoConfig):
         description="module: its teacher: policy, initial, a run, checkpoint, folder or hub id, or the URL of a vLLM "
         "server (docs/distillation.md)"
     )
+    distill_coef: float = Field(1.0, gt=0, le=FACTOR, description="weight of the distillation in the loss")
     group_size: int = Field(1, ge=1, le=MOST_SAMPLES, description="rollouts of an example")
     beta: float = Field(0.0, ge=0, le=0, description="0: there is no KL term beside the teacher's")
     idle: ClassVar[list[Idle[Any]]] = [

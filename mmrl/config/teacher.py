@@ -5,6 +5,7 @@ The latter are programs that make rollouts for mmGRPO beside the student, or a m
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Self
 
@@ -17,6 +18,10 @@ STUDENT = "student"
 """Name of the policy in training, among the teachers of mmGRPO."""
 POLICY, INITIAL = "policy", "initial"
 """Teachers of `algo.distill` without a model of their own: the weights in training, and those the run began with."""
+
+
+FIELD = re.compile(r"\{([^{}]+)\}")
+"""Field of a record in a text of `algo.privileged`."""
 
 
 def is_url(teacher: str) -> bool:
@@ -34,6 +39,12 @@ def scoring_problems(
         f"privileged.{module}: got '{text}', expected a field of the record, or a text with {{fields}}"
         for module, text in (privileged or {}).items()
         if not text.strip()
+    ]
+    problems += [
+        f"privileged.{module}: got '{text}', in which a brace has no partner; expected fields as {{field}}, and "
+        "no other braces"
+        for module, text in (privileged or {}).items()
+        if {"{", "}"} & set(FIELD.sub("", text))
     ]
     for module, teacher in (distill or {}).items():
         if not teacher:

@@ -171,7 +171,8 @@ ADVICE: Mapping[str, Advice] = {
         "take task.gain=logprob, or close the prompt as the model answers (`closing` of the task, docs/credits.md)",
     ),
     "untaught": Advice(
-        "{now_share} of the calls have no teacher: with algo.privileged they are too long for it, or fields are empty",
+        "{now_share} of the calls have no teacher: with algo.privileged they are too long for it, a field is empty, or "
+        "the score says nothing for feedback",
         "shorten algo.privileged, fill its fields, or take a teacher with a longer context",
     ),
     "gains_small": Advice(

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from mmrl.algorithms import ALGORITHMS
 from mmrl.config import RlRunConfig
-from mmrl.config.tasks import PRIVILEGED
-from mmrl.config.teacher import POLICY, is_url
+from mmrl.config.tasks import PRIVILEGED, UNSCORED
+from mmrl.config.teacher import FIELD, POLICY, is_url
 from mmrl.engines.vllm.api import VllmApi
-from mmrl.errors import ConfigError, EngineFailure, gathered, unknown
+from mmrl.errors import ConfigError, EngineFailure, gathered, nearest, unknown
 from mmrl.records import Call
-from mmrl.run.build import check_policy
-from mmrl.stages.distillation import Scorer, privileged_problems
+from mmrl.run.build import check_policy, reward_set
+from mmrl.stages.distillation import FEEDBACK, Scorer, privileged_problems
 from mmrl.store.policy import INITIAL, resolve
 from mmrl.system.http_client import HttpFailure
 from mmrl.tasks.base import Task
@@ -72,8 +72,21 @@ def problems(config: RlRunConfig, task: Task) -> list[str]:
             with gathered(found, f"algo.distill.{module}: "):
                 ScoringServer(teacher).check()
         else:
-            with gathered(found, f"algo.distill.{module}: "):
+            try:
                 resolve(teacher)
+            except ConfigError as error:
+                found += [
+                    f"algo.distill.{module}: {problem.removeprefix('policy: ')}; or {POLICY}, {INITIAL}, the URL of a "
+                    f"vLLM server{nearest(teacher, (POLICY, INITIAL))}"
+                    for problem in error.problems
+                ]
+    if reward_set(task, config.task.reward) == UNSCORED:
+        found += [
+            f"algo.privileged.{module}: got '{text}', and a task without a metric says nothing of a rollout; expected "
+            "fields of the record alone, or a task.metric that gives feedback"
+            for module, text in (algo.privileged or {}).items()
+            if FEEDBACK in FIELD.findall(text)
+        ]
     return found
 
 
@@ -86,11 +99,13 @@ def check(config: RlRunConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     from mmrl.models.load import load_tokenizer
 
     refused = list[str]()
+    # Alone, distillation from the initial weights never leaves them.
+    itself = (POLICY, INITIAL) if config.algo.name == "distill" else (POLICY,)
     notes = [
-        f"algo.distill.{module}: the policy is its own teacher and reads no more than it does (algo.privileged), so it "
-        "learns nothing from it"
+        f"algo.distill.{module}: the policy is its own teacher ({teacher}) and reads no more than it does "
+        "(algo.privileged), so it learns nothing from it"
         for module, teacher in (config.algo.distill or {}).items()
-        if teacher == POLICY and module not in (config.algo.privileged or {})
+        if teacher in itself and module not in (config.algo.privileged or {})
     ]
     for module, teacher in config.algo.models_that_teach.items():
         key = f"algo.distill.{module}"

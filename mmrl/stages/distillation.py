@@ -9,14 +9,13 @@ run's temperature, the full vocabulary.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mmrl.config import AlgoConfig
-from mmrl.config.teacher import INITIAL, POLICY
+from mmrl.config.teacher import FIELD, INITIAL, POLICY
 from mmrl.errors import ConfigError
 from mmrl.models.chat import encode_text, end_of_prompt
 from mmrl.records import EMPTY, Call, Example, Forest, Rollout
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 FEEDBACK = "feedback"
 """Field of what the task's score said in words of the rollout (`Score.feedback`); no record has it."""
 EMPTY_FIELDS: tuple[object, ...] = (None, "", [], {}, ())
-FIELD = re.compile(r"\{([^{}]+)\}")
 Scorer: TypeAlias = Callable[[Sequence[Call]], Sequence[Sequence[float]]]
 """Calls -> log-probability of each token of their completions, after their prompts."""
 

@@ -200,7 +200,7 @@ def test_leftovers_of_a_start_killed_at_once_do_not_block(calls):
         ([], "algo: missing"),
         (["algo=mmgrpo", "rows=nope"], "rows: got 'nope'"),
         (["algo=mmgrpo", "scale=paper"], "scale: is gone; the papers' tables have scales"),
-        (["set=mni"], "set: got 'mni', expected one of credits, mini"),
+        (["set=mni"], "set: got 'mni', expected one of coder, credits, mini"),
         (["set=mini", "algo=grpo", "task=hotpotqa"], "algo: a set's file says it"),
         (["set=mini", "columns=nowhere"], "columns: got 'nowhere'"),
         (["set=mini", "tsk.max_tokens=3"], "tsk: unknown key"),

@@ -107,7 +107,11 @@ def test_the_policy_as_its_own_teacher_learns_exactly_nothing(
 ) -> None:
     run = run_of(random_model, tmp_path / "run", "algo=distill", "algo.distill={answerer: policy, reranker: initial}")
     said = capsys.readouterr().err
-    assert said.count("algo.distill.answerer: the policy is its own teacher") == 1
+    for module in (
+        "answerer: the policy is its own teacher (policy)",
+        "reranker: the policy is its own teacher (initial)",
+    ):
+        assert said.count(f"algo.distill.{module}") == 1
     forest, entries = read_step(run, 1)
     gaps = [value for call in forest.calls.values() for value in call.distillation or ()]
     assert gaps and all(gap == 0.0 for gap in gaps), "and so are the weights that the run began with, in its first step"
@@ -273,7 +277,11 @@ MISTAKES = {
     "algo=distill algo.distill={answerer:policy} algo.privileged={answerer:Think-twice.}": "no field 'Think-twice.'",
     "algo=distill algo.distill={answerer:policy} algo.privileged={answerer:'{answers}{a-b}'}": "have no field 'a-b'",
     "algo=grpo algo.zero_variance=refill algo.distill={answerer:policy}": "algo.zero_variance: got refill, which",
-    "algo=distill algo.distill={answerer:./nowhere}": "algo.distill.answerer: policy: got './nowhere'",
+    "algo=distill algo.distill={answerer:./nowhere}": "algo.distill.answerer: got './nowhere'",
+    "algo=distill algo.distill={answerer:polcy}": "server; did you mean 'policy'?",
+    "algo=distill algo.distill={answerer:policy} algo.distill_coef=0": "algo.distill_coef: got 0, expected greater",
+    "algo=distill algo.distill={answerer:policy} algo.privileged={answerer:'is-{answers'}": "a brace has no partner",
+    "algo=distill algo.distill={answerer:policy} algo.privileged={answerer:'{{answers}}'}": "a brace has no partner",
     "algo=distill algo.distill={answerer:policy} algo.beta=0.1": "algo.beta: got 0.1, expected less than or equal to 0",
     "algo=distill algo.distill={answerer:policy} algo.advantage_scale={answerer:2.0}": "algo.advantage_scale: ",
     "algo=grpo algo.distill_coef=0.5": "algo.distill_coef: got 0.5, which has no effect without a teacher",

@@ -106,3 +106,10 @@ def test_other_algorithms_need_a_metric(words: str) -> None:
 def test_an_agents_rewards_are_left_out_where_asked_alone() -> None:
     (problem,) = refused("algo=grpo", "task.reward=none", *AGENT, *DATA, "model=tiny")
     assert problem.startswith("task.reward: got none, and algo=grpo needs rewards")
+
+
+def test_feedback_is_refused_where_nothing_scores() -> None:
+    words = ["algo=distill", "algo.distill={writer: policy}", "algo.privileged={writer: '{feedback}'}", "model=tiny"]
+    (problem,) = refused(*words, *PROGRAM, *DATA)
+    assert problem.startswith("algo.privileged.writer: got '{feedback}', and a task without a metric")
+    assert refused(*words, *PROGRAM, *DATA, f"task.metric={__name__}:metric") == []
