@@ -269,7 +269,7 @@ REFUSED = [
     ("algo=grpo train.lr=1", "train.lr: has no effect on mmrl audit"),
     ("algo=grpo eval.items=2 algo.beta=0.1", "eval.items: has no effect", "algo.beta: has no effect"),
     ("algo=grpo,dr_mas grpo.algo.temperature=0.5", "grpo.algo.temperature: got 0.5 (grpo), 1.0 (dr_mas)"),
-    ("algo=grpo,distill algo.distill={first:policy} algo.distill_kl=exact", "algo.distill_kl: got exact, and mmrl"),
+    ("algo=grpo,distill algo.distill={first:policy} algo.distill_kl=exact", "algo.distill_kl: got exact for"),
     ("algo=grpo,ccpo truth=reward", "truth: got reward, and the reward of ccpo is made of second plays"),
     ("algo=grpo,mhgpo_fof truth=reward", "truth: got reward, and the rows optimise different ones"),
     ("algo=grpo,dr_mas dr_mas.task.max_tokens=2", "dr_mas.task: is another than that of grpo"),
