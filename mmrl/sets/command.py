@@ -63,7 +63,7 @@ class SetKeys(RunKeys):
 
     set: str | None = Field(None, description="a file conf/set/NAME.yaml, in place of algo= and task=")
     algo: tuple[str, ...] = ()
-    task: tuple[str, ...] = ("hotpotqa",)
+    task: tuple[str, ...] = Field(("hotpotqa",), min_length=1)
     name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="of the page's folder")
 
 

@@ -196,6 +196,7 @@ def test_leftovers_of_a_start_killed_at_once_do_not_block(calls):
         (["algo=mhgpo_fof,mhgpo_fo"], "algo: got 'mhgpo_fo'"),
         (["algo=mhgpo_fof", "task=nope"], "task: got 'nope'"),
         (["algo="], "algo: missing"),
+        (["algo=grpo", "task=[]"], "task: got [], expected at least 1"),
         (["algo=miprov2+nope"], "algo: got 'nope'"),
         ([], "algo: missing"),
         (["algo=mmgrpo", "rows=nope"], "rows: got 'nope'"),
