@@ -181,7 +181,7 @@ ADVICE: Mapping[str, Advice] = {
         "which normalises each turn on its own",
     ),
     "unlearned": Advice(
-        "evaluations lost {now} of {subject} or more, beyond chance, from {then} before training",
+        "evaluations lost {now} of {subject} or more since before training, beyond chance",
         "see which module's: its replies (mmrl show), its reward (algo.propagate, task.reward), a lower train.lr or a "
         "higher algo.beta, an earlier checkpoint",
     ),

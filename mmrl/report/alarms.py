@@ -279,11 +279,11 @@ def _not_finite(history: History, key: str) -> list[Alarm]:
 def _unlearned(history: History, key: str) -> list[Alarm]:
     # Each evaluation counts by itself; one that has not lost anything does not have the metric.
     name = key.removesuffix(LOST)
-    steps, values = series(history, name)
+    steps, _ = series(history, name)
     losses = np.array([number(record.get(key)) or 0.0 for record in history if number(record.get(name)) is not None])
 
     def message(index: int) -> str:
-        return ADVICE["unlearned"].text(float(losses[index]), float(values[0]), name.rpartition("/")[2])
+        return ADVICE["unlearned"].text(float(losses[index]), subject=name.rpartition("/")[2])
 
     return _stretches("unlearned", key, steps, losses > 0, message)
 

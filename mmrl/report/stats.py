@@ -185,7 +185,8 @@ RISING = {
     *("recall", "all_titles", "quality", "finished", "won", "judge", "judge_right"),
 }
 """Metrics of tasks that are better the higher they are."""
-LEAST_ITEMS = 20
+LEAST_ITEMS, LEAST_SHARE = 20, 0.05
+"""`lost`: items of which an interval says something, and the share of a metric whose loss is worth a word."""
 LOST = "_lost"
 """End of the keys that say by how much at least a metric of `RISING` fell in training."""
 _CELLS = 2_000_000
@@ -308,12 +309,10 @@ def compare_items(
 def lost(
     before: Sequence[JsonObject], after: Sequence[JsonObject], seed: int, resamples: int, main_metric: str
 ) -> dict[str, float]:
-    """Return `<metric>_lost`, the end of the paired interval next to 0, of metrics that fell beyond chance.
-
-    Of fewer than `LEAST_ITEMS` items an interval says nothing.
-    """
+    """Return `<metric>_lost`, the end of the paired interval next to 0, of metrics that fell by a twentieth or more."""
     return {
         f"{name}{LOST}": -difference.high
         for name, difference in compare_items(before, after, seed, resamples).items()
-        if difference.n >= LEAST_ITEMS and difference.high < 0 and name in RISING | {main_metric}
+        if name in RISING | {main_metric} and difference.n >= LEAST_ITEMS
+        if difference.high < min(0.0, -LEAST_SHARE * difference.before)
     }

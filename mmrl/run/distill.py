@@ -99,13 +99,15 @@ def check(config: RlRunConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     from mmrl.models.load import load_tokenizer
 
     refused = list[str]()
-    # Alone, distillation from the initial weights never leaves them.
-    itself = (POLICY, INITIAL) if config.algo.name == "distill" else (POLICY,)
+    privileged, distilled = config.algo.privileged or {}, config.algo.distill or {}
+    itself = {m: t for m, t in distilled.items() if t in (POLICY, INITIAL) and m not in privileged}
+    # The initial weights teach nothing where there is nothing else that would lead away from them.
+    alone = config.algo.name == "distill" and itself.keys() == distilled.keys()
     notes = [
         f"algo.distill.{module}: the policy is its own teacher ({teacher}) and reads no more than it does "
         "(algo.privileged), so it learns nothing from it"
-        for module, teacher in (config.algo.distill or {}).items()
-        if teacher in itself and module not in (config.algo.privileged or {})
+        for module, teacher in itself.items()
+        if alone or teacher == POLICY
     ]
     for module, teacher in config.algo.models_that_teach.items():
         key = f"algo.distill.{module}"

@@ -16,7 +16,17 @@ import torch
 from mmrl.engines.embedded.batch_rows import HALF_TOLERANCE, TOLERANCE, difference
 from mmrl.engines.embedded.prefixes import common_prefix
 from mmrl.errors import ConfigError, MmrlError
-from mmrl.models.selfcheck import Rows, Way, check_rows, drawn_adapters, evaluating, plain_logprobs, rounding_noise
+from mmrl.models.selfcheck import (
+    FLOOR,
+    LEAST_TOKENS,
+    Rows,
+    Way,
+    check_rows,
+    drawn_adapters,
+    evaluating,
+    plain_logprobs,
+    rounding_noise,
+)
 from mmrl.trainer.forwards import Forwards, module_names
 from mmrl.trainer.objective import TrainCall, active
 from mmrl.trainer.packing import Pack
@@ -256,8 +266,10 @@ def require_same_policy(gaps: Sequence[torch.Tensor], forwards: Forwards, noise:
     """
     own = torch.cat([*gaps]) if gaps else torch.zeros(0)
     # By the median alone: an engine may have kernels of its own, and another precision than the trainer.
-    way = Way("the engine", float(own.max()), float(own.median()), len(own)) if len(own) else None
-    fault = way.fault(half=True, noise=noise) if way is not None else ""
+    median, allowed = float(own.median()) if len(own) else 0.0, max(FLOOR, noise)
+    fault, enough = "", len(own) >= LEAST_TOKENS or not math.isfinite(median)
+    if enough and not median <= allowed:
+        fault = f"log-probabilities of the engine differ by {median:.2g} (in the median {allowed:.2g} is rounding)"
     # Processes have other packs, and all of them must stop.
     if float(forwards.reduce(torch.tensor(float(bool(fault)), device=forwards.device), "max")):
         raise MmrlError(

@@ -18,7 +18,16 @@ from mmrl.engines.base import EngineSetup
 from mmrl.engines.embedded.hf_loop import HFLoop, WholeRows
 from mmrl.engines.embedded.transformers_engine import TransformersEngine
 from mmrl.errors import ConfigError, LengthFailure, MmrlError
-from mmrl.models.selfcheck import CheckRow, Way, check_rows, drawn_adapters, evaluating, plain_logprobs, rounding_noise
+from mmrl.models.selfcheck import (
+    CheckRow,
+    Way,
+    check_rows,
+    drawn_adapters,
+    evaluating,
+    logprobs_of,
+    plain_logprobs,
+    rounding_noise,
+)
 from tests.helpers.engines import VOCABULARY, generate, model, request, tokenizer
 from tests.helpers.trainer_cases import (
     LORA,
@@ -65,7 +74,7 @@ def test_a_rounding_says_how_far_half_precision_is_from_float32() -> None:
     rows = check_rows(tokenizer(), VOCABULARY, None, half=True)
     exact = plain_logprobs(policy, rows)
     rounded = plain_logprobs(policy.to(torch.bfloat16), rows)
-    gap = Way.compared("", rounded, exact).median
+    gap = Way.compared("", rounded, exact).rms
     noise = rounding_noise(policy, lambda: plain_logprobs(policy, rows), rounded)
     assert gap > 0.005
     assert gap / 4 < noise < 4 * gap
@@ -73,11 +82,32 @@ def test_a_rounding_says_how_far_half_precision_is_from_float32() -> None:
     assert plain_logprobs(policy, rows) == rounded
 
 
-def test_in_half_precision_one_token_decides_nothing_and_in_float32_all() -> None:
-    way = Way.compared("it", [[-1.0] * 99, [-2.0]], [[-1.0] * 99, [-5.0]])
-    assert (way.largest, way.median, way.tokens) == (3.0, 0.0, 100)
-    assert not way.fault(half=True)
-    assert "it differ by 3 (at most 0.0001 is rounding)" in way.fault(half=False)
+@pytest.mark.parametrize(("gap", "half"), [(0.1, False), (3.0, True)])
+def test_one_token_among_a_hundred_tells_in_float32_and_if_it_is_far_off_in_half_precision(
+    gap: float, half: bool
+) -> None:
+    way = Way.compared("it", [[-1.0] * 99, [-2.0]], [[-1.0] * 99, [-2.0 - gap]])
+    assert way.tokens == 100 and (way.largest, way.rms) == pytest.approx((gap, gap / 10))
+    assert f"it differ by {gap:.2g} (at most 0.0001 is rounding)" in way.fault(half=False)
+    assert bool(way.fault(half=True)) == half
+
+
+@pytest.mark.parametrize("unseen", [0, 1])
+def test_in_half_precision_one_unseen_token_is_told_from_rounding(unseen: int) -> None:
+    """By the median it is not: most tokens do not need it."""
+    policy = model().to(torch.bfloat16)
+    rows = check_rows(tokenizer(), VOCABULARY, None, half=True)
+    plain = plain_logprobs(policy, rows)
+    found = []
+    for row in rows:
+        ids, first = row.prompt_ids + row.completion_ids, len(row.prompt_ids)
+        mask = torch.full((len(ids), len(ids)), -torch.inf).triu(1)
+        mask[first:, first - unseen : first] = -torch.inf
+        with torch.no_grad():
+            logits = policy(input_ids=torch.tensor([ids]), attention_mask=mask[None, None].to(torch.bfloat16)).logits
+        found.append(logprobs_of(logits[0, first - 1 : -1], row.completion_ids))
+    noise = rounding_noise(policy, lambda: plain_logprobs(policy, rows), plain)
+    assert bool(Way.compared("it", found, plain).fault(half=True, noise=noise)) == bool(unseen)
 
 
 @pytest.mark.parametrize("half", [False, True])

@@ -237,4 +237,15 @@ def test_what_an_evaluation_has_lost_beyond_chance_rings_until_it_is_back():
     curve = [{"step": 0, score: 0.5}, {"step": 10, score: 0.2, f"{score}_lost": value}, {"step": 20, score: 0.5}]
     (alarm,) = alarms(curve)
     assert (alarm.name, alarm.step, alarm.until) == ("unlearned", 10, 10)
-    assert "of gold_selected or more, beyond chance, from 0.5" in alarm.message
+    assert "of gold_selected or more since before training" in alarm.message
+    # As runs look at it: without the evaluation before training.
+    assert [(other.name, other.step) for other in alarms(curve[1:])] == [("unlearned", 10)]
+
+
+def test_a_loss_of_less_than_a_twentieth_is_no_alarm():
+    def items(values):
+        return [{"id": str(n), "metrics": {"gold_retrieved": value}} for n, value in enumerate(values)]
+
+    before = items([0.95] * 400)
+    assert lost(before, items([0.91] * 400), 0, 1000, "f1") == {}, "beyond chance, and small"
+    assert lost(before, items([0.90] * 400), 0, 1000, "f1") == {"gold_retrieved_lost": pytest.approx(0.05)}
