@@ -157,7 +157,6 @@ DISTILLATION = "tests/stages/test_distillation.py"
 HELD = {
     # read where an algorithm has a teacher, which two of them have here
     "algo.* distill_coef": "tests/credit/test_distillation.py::test_worked_numbers",
-    "algo.* privileged": f"{DISTILLATION}::test_a_teacher_scores_what_was_sampled_and_reads_what_was_not",
     "task.* privileged": f"{DISTILLATION}::test_evidence_is_a_turns_reward_and_its_text_stands_in_the_first_prompt",
     # read only with several processes, on GPUs, or by a library that is not here
     "[rp]* hardware.rollout_devices": f"{PROCESSES}::test_gpus_of_the_managed_server",
