@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -20,8 +21,9 @@ from typing import Literal, Self
 
 from mmrl.config import EvalRunConfig, StageConfig
 from mmrl.config.base import path_override, value_at
-from mmrl.errors import ConfigError
+from mmrl.errors import ConfigError, MmrlError
 from mmrl.report.stats import duration
+from mmrl.run.baseline import baseline_differences
 from mmrl.sets.spec import Command
 from mmrl.store.rundir import RunDir, holds_only_leftovers, is_run
 from mmrl.system.child_process import end_with_parent
@@ -192,7 +194,9 @@ class RunQueue:
             # An evaluation asks on the day of its policy.
             if run.config.model.date is None and (run.command == "train" or run.after is None):
                 of_its_set = run.chain if run.after is not None else self.runs
-                words.append(f"model.date={day_of(one.path for one in of_its_set)}")
+                words.append(f"model.date={(day := day_of(one.path for one in of_its_set))}")
+                if (baseline := self._baseline(run, day)) is not None:
+                    words.append(path_override("run.baseline", baseline))
             command += [*(("--config-dir", self.config_dir) if self.config_dir else ()), *words]
         run.path.parent.mkdir(parents=True, exist_ok=True)
         # Runs side by side would otherwise each take all CPUs and wait for one another.
@@ -210,6 +214,19 @@ class RunQueue:
             )
         self.running.append((run, process, time.monotonic()))
         self._say(f"{run.name}: {'continues' if state == 'unfinished' else 'starts'} (log: {run.log})")
+
+    def _baseline(self, run: PlannedRun, day: str) -> Path | None:
+        """Return a run of the set whose evaluation before training is this one's too; None: there is none yet."""
+        config = run.config
+        if not isinstance(config, StageConfig) or run.after is not None or config.run.baseline is not None:
+            return None
+        config = config.model_copy(update={"model": config.model.model_copy(update={"date": day})})
+        for other in self.runs:
+            if other is not run and other.after is None and isinstance(other.config, StageConfig):
+                with suppress(MmrlError):  # it has not begun, or is damaged, which is its own matter
+                    if not baseline_differences(config, other.path):
+                        return other.path
+        return None
 
     def _end(self, run: PlannedRun, process: subprocess.Popen[bytes], started: float) -> None:
         run.code = process.returncode

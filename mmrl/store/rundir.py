@@ -70,6 +70,11 @@ def _texts(values: Mapping[str, object]) -> dict[str, str]:
     return texts
 
 
+def example_line(split: str, example: Example) -> JsonObject:
+    """Return the line of an example in `examples.jsonl`."""
+    return {"split": split, "id": example.id, "asked": _texts(example.inputs), "gold": _texts(example.metadata)}
+
+
 def is_run(path: Path) -> bool:
     """True for a folder that holds a run; config.yaml alone may be a user's file."""
     return (path / "config.yaml").is_file() and (path / "journal").is_dir()
@@ -178,8 +183,7 @@ class RunDir:
                 self._noted = set()
         lines: list[JsonObject] = []
         for example in examples:
-            texts = {"asked": _texts(example.inputs), "gold": _texts(example.metadata)}
-            line = {"split": split, "id": example.id, **texts}
+            line = example_line(split, example)
             if (content := hash(dumps(line))) not in self._noted:
                 self._noted.add(content)
                 lines.append(line)
