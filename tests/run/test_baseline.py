@@ -6,8 +6,8 @@ import pytest
 
 from mmrl.cli import main
 from mmrl.cli.configs import configured
-from mmrl.sets.queue import PlannedRun, RunQueue
 from mmrl.rollout.sample import sample
+from mmrl.sets.queue import PlannedRun, RunQueue
 from mmrl.stages import evaluate
 from mmrl.store.rundir import RunDir
 from tests.helpers.runs import command, numbers
