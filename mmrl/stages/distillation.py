@@ -81,6 +81,13 @@ class Teachers:
     context: int | None = None
     """Longest prompt + completion of any teacher; None: no limit."""
 
+    def describe(self) -> dict[str, str]:
+        """Return the summary's line of who teaches which module, and what it reads beside the prompt."""
+        reads = {module: f", which reads: {text}" for module, text in (self.algo.privileged or {}).items()}
+        distilled = self.algo.distill or {}
+        texts = [f"{module} by {teacher}{reads.get(module, '')}" for module, teacher in distilled.items()]
+        return {"teachers": "; ".join(texts)} if texts else {}
+
     def complete(self, forest: Forest, examples: Mapping[str, Example], evidence: str | None) -> Forest:
         """Return the forest with `distillation` on the calls of distilled modules, and turn rewards by evidence.
 

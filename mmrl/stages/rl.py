@@ -125,7 +125,7 @@ class RlStage(RolloutSampler):
 
     def describe(self) -> dict[str, str]:
         """Return facts for the summary."""
-        facts = {**self.assignment.describe(), **self.trainer.facts}
+        facts = {**self.assignment.describe(), **self.trainer.facts, **self.scorers.describe()}
         facts |= {key: fact for engine in self.engines for key, fact in engine.describe().items()}
         called = modules_in(self.log.rundir.history())
         # Nothing has trained them.

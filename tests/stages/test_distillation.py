@@ -95,6 +95,8 @@ def test_a_teacher_scores_what_was_sampled_and_reads_what_was_not(kl: str, rando
     assert {entry["call"] for entry in distilled} == set(forest.calls)
     assert all(entry["advantages"] == forest.calls[entry["call"]].distillation for entry in distilled)
     assert main(["credit", f"run={tmp_path / 'run'}", "step=1"]) == 0, "computed again from the journal, to the bit"
+    said = str(run.summary["facts"]["teachers"])
+    assert said.startswith(f"rewriter by {other}; answerer by policy, which reads: ") and "reranker by initial" in said
     record = run.history()[1]
     assert record["module/rewriter/teacher_gap"] < -0.01 and record["train/grad_norm"] > 0
     for module, numbers in whole.items():
