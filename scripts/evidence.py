@@ -1,5 +1,5 @@
-"""Keeps what finished runs have shown: `python -m scripts.evidence RUN_DIR... [also=gold_retrieved,gold_selected]`
-writes docs/evidence/NAME.json of each.
+"""Keeps what finished runs have shown: `python -m scripts.evidence RUN_DIR... [also=gold_retrieved,gold_selected]
+[as=NAME]` writes docs/evidence/NAME-sSEED.json of each; NAME is task and algorithm where it is left out.
 
 A record has the command, machine and versions, SHA-256 of the data files, the comparison before and after, the main
 metric (and those of `also=`) of each item before and after, and the digests of the run's files, so that whoever runs
@@ -68,7 +68,8 @@ def main(words: Sequence[str]) -> int:
     """Write the records."""
     FOLDER.mkdir(exist_ok=True)
     also = [name for word in words if word.startswith("also=") for name in word.partition("=")[2].split(",")]
-    for folder in (word for word in words if not word.startswith("also=")):
+    typed = next((word.partition("=")[2] for word in words if word.startswith("as=")), "")
+    for folder in (word for word in words if not word.startswith(("also=", "as="))):
         kept = record(Path(folder), also)
         summary = kept["summary"]
         # Of a program of one's own its file: `dspy` or `agent` would be the name of all of them.
@@ -78,7 +79,7 @@ def main(words: Sequence[str]) -> int:
         # A set keeps the runs of an algorithm in a folder: `mmgrpo` after `miprov2`; a supervised start is no news.
         stages = [Path(word).parent.name for word in line if word.startswith("from=")] + [summary["algo"]]
         stages = [stage for stage in stages if stage != "sft"] or ["sft"]
-        path = FOLDER / f"{task}-{'_'.join(stages)}-s{summary['seed']}.json"
+        path = FOLDER / f"{typed or f'{task}-' + '_'.join(stages)}-s{summary['seed']}.json"
         path.write_text(json.dumps(kept, separators=(",", ":")) + "\n", encoding="utf-8")
         print(f"{path.name}: {path.stat().st_size:,} bytes")
     return 0
