@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -156,7 +157,8 @@ class Teachers:
         students = {call.id: call for seen in asked.values() for call, _ in seen}
         known = dict(zip(students, self.forwards.policy_logprobs(list(students.values())), strict=True))
         for teacher, seen in asked.items():
-            scored = self._scorer(teacher)([view for _, view in seen])
+            with self.forwards.keeping(teacher) if self.algo.distill_kl == "exact" else nullcontext():
+                scored = self._scorer(teacher)([view for _, view in seen])
             for (call, _), theirs in zip(seen, scored, strict=True):
                 gaps[call.id, teacher] = tuple(t - s for t, s in zip(theirs, known[call.id], strict=True))
         return gaps

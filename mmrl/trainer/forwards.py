@@ -59,6 +59,9 @@ class Forwards:
         """Frozen copy of the initial policy; without one, disabled adapters are the reference."""
         self.teachers: dict[str, Callable[[str], tuple[PreTrainedModel, bool]]] = {}
         """Loaded teachers by name: module -> the weights for it, and whether they can forward packs of tries."""
+        self.kept: dict[tuple[str, str], torch.Tensor] = {}
+        """What a teacher's head saw at each token of a call, (T, H) by (teacher, call), from scoring to `teach`."""
+        self._keeping: str | None = None
         self.scored = 0
         """Tokens forwarded for `policy_logprobs` and `values`."""
 
@@ -96,6 +99,15 @@ class Forwards:
             tries: it can forward packs of tries (`packing.choose_packing`).
         """
         return self._per_call(calls, lambda pack: self._no_grad(model, pack), model, tries=tries)
+
+    @contextmanager
+    def keeping(self, teacher: str) -> Iterator[None]:
+        """Keep what the head sees of the calls that this teacher scores, so that it forwards them once."""
+        self._keeping = teacher
+        try:
+            yield
+        finally:
+            self._keeping = None
 
     def values(self, calls: Sequence[Call]) -> list[tuple[float, ...]]:
         """Return the critic's value before every completion token; tuples as from `policy_logprobs`.
@@ -227,7 +239,12 @@ class Forwards:
     def _no_grad(self, model: torch.nn.Module, pack: Pack) -> torch.Tensor:
         model.eval()
         with self.autocast():
-            return self.score(model, pack).logprobs
+            scores = self.score(model, pack)
+        if self._keeping is not None:
+            parts = scores.hidden.split([len(train.call.completion_ids) for train in pack.calls])
+            for train, part in zip(pack.calls, parts, strict=True):
+                self.kept[self._keeping, train.call.id] = part
+        return scores.logprobs
 
     @torch.no_grad()
     def _values(self, pack: Pack) -> torch.Tensor:

@@ -48,6 +48,7 @@ def teach(forwards: Forwards, packs: Sequence[Pack]) -> None:
                 places = torch.isin(pack.of_call.cpu(), torch.tensor(taught)).nonzero()[:, 0]
                 rows = torch.cat([states[id(pack.calls[number].view)] for number in taught])
                 pack.taught += (Taught(places=tuple(places.tolist()), states=rows, logits=logits),)
+    forwards.kept.clear()
 
 
 def _states(
@@ -61,6 +62,13 @@ def _states(
     teacher = (forwards.settings.algo.distill or {})[module]
     model, tries, loaded = forwards.wrapped, forwards.tries, None
     found: dict[int, torch.Tensor] = {}
+    unseen: list[Call] = []
+    for call in calls:
+        # Missing where another process has scored the call, or nobody: its log-probabilities were known.
+        if (kept := forwards.kept.get((teacher, call.id))) is None:
+            unseen.append(call)
+        else:
+            found[id(call)] = kept
     with ExitStack() as stack:
         if teacher == INITIAL:
             model = stack.enter_context(forwards.initial())
@@ -70,7 +78,7 @@ def _states(
         model.eval()
         head = forwards.accelerator.unwrap_model(model).get_output_embeddings()
         packs = forwards.make_packs(
-            [TrainCall(call=call) for call in calls], [module], score_all=True, tries=tries, model=loaded
+            [TrainCall(call=call) for call in unseen], [module], score_all=True, tries=tries, model=loaded
         )
         for pack in packs:
             if teacher == POLICY:

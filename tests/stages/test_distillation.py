@@ -24,6 +24,7 @@ from mmrl.run.build import build_task
 from mmrl.stages.distillation import Teachers, privileged_problems
 from mmrl.store.journal import read_step
 from mmrl.store.rundir import RunDir
+from mmrl.trainer import teaching
 from tests.helpers.lines import refused
 from tests.helpers.runs import command, contents
 from tests.helpers.servers import Scripted, Seen, serving
@@ -53,6 +54,20 @@ def distributions(model: Any, prompt: tuple[int, ...], completion: tuple[int, ..
 def logprobs(model: Any, prompt: tuple[int, ...], completion: tuple[int, ...]) -> list[float]:
     rows = distributions(model, prompt, completion)
     return [float(row[token]) for row, token in zip(rows, completion, strict=True)]
+
+
+def test_a_teacher_forwards_a_step_once(random_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The update's divergence takes what its head saw when it scored."""
+    other = tmp_path / "other"
+    shutil.copytree(random_model, other)
+    words = [f"algo.distill={{rewriter: '{other}', answerer: policy, reranker: initial}}", GOLD]
+
+    def again(*_: object) -> None:
+        raise AssertionError("forwarded again")
+
+    monkeypatch.setattr(teaching, "hidden_states", again)
+    run = run_of(random_model, tmp_path / "run", "algo=mhgpo_rr", *words, "algo.distill_kl=exact")
+    assert run.history()[1]["module/answerer/teacher_kl"] > 0
 
 
 @pytest.mark.parametrize("kl", ["sampled", "exact"])
