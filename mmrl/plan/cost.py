@@ -319,8 +319,9 @@ def seconds(
     generated = generation_seconds(shape, loads, device, computing_width(config), generating_devices(config))
     spent = {**generated, "update": passes * forward / reach}
     if shape.teachers:
-        # Each distilled call is forwarded by the policy and by its teacher; for the exact divergence once more by this.
-        asked = 2 if config.algo.distill_kl == "exact" else 1
+        # Each distilled call is forwarded by the policy and by its teacher; for the exact divergence once more by this,
+        # where another process scores it than updates on it.
+        asked = 2 if config.algo.distill_kl == "exact" and training_processes(config) > 1 else 1
         spent["teachers"] = sum(
             (asked * _scoring(model or shape, loads, modules) + _scoring(shape, loads, modules)) / reach
             for model, modules in shape.teachers

@@ -133,18 +133,19 @@ def test_teachers_are_counted_where_they_have_weights_of_their_own(capsys):
         assert plan["seconds_per_step"]["teachers"] > 0
 
 
-def test_exact_divergences_cost_another_forward_of_the_teacher_and_what_its_head_sees(capsys):
+def test_exact_divergences_cost_what_the_teachers_head_sees_and_beside_others_a_forward(capsys):
     base = ["algo=distill", "task=hotpotqa", "model=tiny", LENGTHS, "algo.distill={answerer: policy, reranker: policy}"]
     sampled = planned(capsys, *base)
     for more, held in ((["model.lora={}"], []), (["algo.epochs=2"], ["teacher's head"]), ([], [])):
         plan = planned(capsys, *base, "algo.distill_kl=exact", *more)
         parts = [part for part in plan["memory_bytes"] if "teacher" in part]
         assert parts == ["teachers' states", *held]
+    two = planned(capsys, *base, "algo.distill_kl=exact", "hardware=cpu2")
     # Beside the update: how fast this machine is, is measured anew for each plan.
-    more, before = (
-        found["teachers"] / found["update"] for found in (plan["seconds_per_step"], sampled["seconds_per_step"])
+    before, alone, beside = (
+        found["seconds_per_step"]["teachers"] / found["seconds_per_step"]["update"] for found in (sampled, plan, two)
     )
-    assert more == pytest.approx(1.5 * before)
+    assert alone == pytest.approx(before) and beside == pytest.approx(1.5 * before)
 
 
 def test_turn_rewards_of_the_policy_itself_cost_its_forwards(capsys):
