@@ -121,7 +121,7 @@ def evaluations(rundir, task, engine, quiet, examples, settings=SETTINGS):
     """The evaluations of a run of two steps whose task and engine are fakes."""
     collector: Any = SimpleNamespace(
         log=StepLog(rundir=rundir, progress=quiet, trackers=quiet),
-        config=SimpleNamespace(seed=0, eval=settings),
+        config=SimpleNamespace(seed=0, eval=settings, run=SimpleNamespace(baseline=None)),
         task=task,
         reward_set="outcome",
         sync=lambda step: None,
