@@ -92,7 +92,8 @@ def assign_credit(
     if algo.distill is not None:
         # After all that compares rewards, scales or whitens: a teacher's numbers are none of them.
         entries = (*credit.entries, *distilled_entries(forest, algo, minibatch))
-        credit = replace(credit, entries=entries, metrics={**credit.metrics, **distillation_metrics(forest, algo)})
+        metrics = {**credit.metrics, **distillation_metrics(forest, algo, entries)}
+        credit = replace(credit, entries=entries, metrics=metrics)
     return _leave_out(credit, forest, frozen) if frozen else credit
 
 

@@ -12,6 +12,7 @@ With `algo.distill_kl=exact` the trainer takes that divergence itself, with thes
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from statistics import fmean
 
 from mmrl.config.algo import AlgoConfig
@@ -53,10 +54,11 @@ def distilled_entries(forest: Forest, algo: AlgoConfig, minibatch: Minibatches =
     return entries
 
 
-def distillation_metrics(forest: Forest, algo: AlgoConfig) -> dict[str, float]:
+def distillation_metrics(forest: Forest, algo: AlgoConfig, entries: Sequence[Entry]) -> dict[str, float]:
     """Return `module/<m>/teacher_gap`, the mean of log pi_T - log pi_S over the module's tokens, in nats.
 
-    Also `module/<m>/untaught_share`: calls of the policy that have no teacher (`stages.distillation`).
+    Also `module/<m>/untaught_share`: calls of the policy that have no teacher (`stages.distillation`); and, where both
+    have entries, `credit/teachers_to_rewards`: the sum of |A| · weight over tokens of teachers over that of rewards.
     """
     calls: dict[str, list[Call]] = defaultdict(list)
     for call in forest.calls.values():
@@ -67,4 +69,9 @@ def distillation_metrics(forest: Forest, algo: AlgoConfig) -> dict[str, float]:
         if gaps := [gap for call in own for gap in call.distillation or ()]:
             metrics[f"module/{module}/teacher_gap"] = fmean(gaps)
         metrics[f"module/{module}/untaught_share"] = fmean(call.distillation is None for call in own)
+    size = {True: 0.0, False: 0.0}
+    for entry in entries:
+        size[entry.distilled] += sum(abs(a) * weight for a, weight in zip(entry.advantages, entry.weights, strict=True))
+    if size[False]:
+        metrics["credit/teachers_to_rewards"] = size[True] / size[False]
     return metrics

@@ -175,6 +175,10 @@ ADVICE: Mapping[str, Advice] = {
         "the score says nothing for feedback",
         "shorten algo.privileged, fill its fields, or take a teacher with a longer context",
     ),
+    "rewards_outweighed": Advice(
+        "what teachers say weighs {now} times as much as rewards, which then change little",
+        "lower algo.distill_coef, or let teachers train alone (algo=distill)",
+    ),
     "gains_small": Advice(
         "turn rewards of task.reward=privileged are {now} of the outcome's deviation, so they are lost beside it",
         "take task.privileged=sum, more of what the answer rests on in algo.privileged, or algo=mt_grpo_variable, "

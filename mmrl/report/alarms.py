@@ -43,6 +43,9 @@ UNLIKELY = 0.01
 """Probability of the gold answer up to which its differences from turn to turn are noise."""
 SMALL_GAINS = 0.05
 """Size of turn rewards by evidence, in deviations of the outcome, up to which they say nothing beside it."""
+OUTWEIGHED = 3.0
+"""Size of what teachers say over that of rewards above which these change little: seen with 4, whose gradients were 30
+times as large, since a teacher's point one way and advantages of a group cancel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +152,7 @@ def rules(history: History, window: int = WINDOW) -> tuple[AlarmRule, ...]:
         AlarmRule("states_never_repeat", ["credit/anchored_later_share"], _at_most(0.02)),
         AlarmRule("gold_unlikely", module_keys(history, ("gold_probability",)), _at_most(UNLIKELY)),
         AlarmRule("untaught", module_keys(history, ("untaught_share",)), above(0.5), early=True),
+        AlarmRule("rewards_outweighed", ["credit/teachers_to_rewards"], above(OUTWEIGHED)),
         AlarmRule("gains_small", ["credit/gain_to_outcome"], _at_most(SMALL_GAINS)),
         # Nats per token; bfloat16 alone made 0.05 of them with SmolLM2-135M.
         AlarmRule("logprob_gap", ["train/logprob_gap_mean"], above(0.1)),

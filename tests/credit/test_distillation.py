@@ -77,6 +77,22 @@ def test_calls_that_no_teacher_could_read_are_counted() -> None:
     assert "b/1#1" not in {entry.call for entry in result.entries}
 
 
+def test_how_much_teachers_weigh_beside_rewards() -> None:
+    """Rewards 0 and 1 of one question, so A = -0.5 and 0.5; each call counts half, among rewards and teachers."""
+    grow = Grow(("m",))
+    for reward, gaps in ((0.0, (-2.0, -1.0)), (1.0, (0.5, -0.5))):
+        name = f"q/{reward:.0f}"
+        grow.end(grow.call(f"{name}#0", None, "m", 2, distillation=gaps), reward, id=name, example="q")
+    forest = grow.forest
+    found = [
+        credit(forest, "grpo", distill={"m": "policy"}, distill_coef=coef, scale=False).metrics for coef in (1.0, 0.1)
+    ]
+    # Teachers: (1.5 + 0.5) / 2 of the calls' means; rewards: 0.5 of each of two calls, of which each counts half.
+    assert [metrics["credit/teachers_to_rewards"] for metrics in found] == pytest.approx([1.0 / 0.5, 0.1 / 0.5])
+    alone = credit(forest, "distill", distill={"m": "policy"}).metrics
+    assert "credit/teachers_to_rewards" not in alone
+
+
 @pytest.mark.parametrize("size", [1, 3])
 def test_rollouts_of_an_example_are_as_many_as_asked_for(size: int) -> None:
     algo = ALGO_SCHEMAS["distill"].model_validate({"name": "distill", "distill": {"a": "policy"}, "group_size": size})
