@@ -1,5 +1,6 @@
 """Keeps what finished runs have shown: `python -m scripts.evidence RUN_DIR... [also=gold_retrieved,gold_selected]
-[as=NAME]` writes docs/evidence/NAME-sSEED.json of each; NAME is task and algorithm where it is left out.
+[as=NAME]` writes docs/evidence/NAME-sSEED.json of each; NAME is task and algorithm where it is left out. `python -m
+scripts.evidence table` writes the table that docs/real.md opens with, of the records.
 
 A record has the command, machine and versions, SHA-256 of the data files, the comparison before and after, the main
 metric (and those of `also=`) of each item before and after, and the digests of the run's files, so that whoever runs
@@ -13,12 +14,52 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from mmrl.store.rundir import RunDir
 from mmrl.system.files import file_digest, read_jsonl
+from scripts.docs import filled
+from scripts.papers.values import student_t
 
 FOLDER = Path(__file__).parents[1] / "docs" / "evidence"
+PART = "real models, before and after"
+HEAD = [
+    "| task | metric, items | policy | trained by | before → after | difference, over seeds | made by |",
+    "|---|---|---|---|---|---|---|",
+]
+SMALL, READS = "SmolLM2-135M", "Qwen2.5-Coder-0.5B"
+PUZZLES, CODER = "[puzzles](#puzzles-without-any-file)", "`mmrl compare set=coder columns={} rows={}`"
+LINES = {
+    "puzzles-grpo": ("sums and differences", SMALL, "`grpo`", PUZZLES),
+    "puzzles-mmgrpo": ("the same, two modules", SMALL, "`mmgrpo`", PUZZLES),
+    "products-grpo": ("products", SMALL, "`grpo`", PUZZLES),
+    "banking77-mmgrpo": (
+        "Banking77",
+        f"{SMALL}, supervised start",
+        "`mmgrpo`",
+        "`mmrl compare set=real columns=banking77 rows=sft+mmgrpo`",
+    ),
+    "hotpotqa-mhgpo_rr": (
+        "HotpotQA, three agents",
+        f"{SMALL}, supervised start",
+        "`mhgpo_rr`",
+        "`mmrl compare set=real columns=hotpotqa rows=short_sft+mhgpo_rr`",
+    ),
+    "coder-hotpotqa-mhgpo_fof": (
+        "HotpotQA, three agents",
+        READS,
+        "`mhgpo_fof`",
+        CODER.format("hotpotqa", "mhgpo_fof"),
+    ),
+    "coder-hotpotqa-mhgpo_fof_taught": (
+        "HotpotQA, three agents",
+        READS,
+        "`mhgpo_fof`, answerer taught by the 1.5B",
+        CODER.format("hotpotqa", "mhgpo_fof_taught"),
+    ),
+}
+"""Name of records -> task, policy before training, algorithm, and where its command stands."""
 VERSIONS = ("mmrl", "torch", "transformers", "peft", "trl", "numpy")
 
 
@@ -64,9 +105,32 @@ def record(folder: Path, also: Sequence[str] = ()) -> dict[str, Any]:
     }
 
 
+def table() -> str:
+    """Return the table of docs/real.md: a line for each of `LINES`, of all its seeds."""
+    lines = []
+    for name, (task, policy, algorithm, made) in LINES.items():
+        records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob(f"{name}-s?.json"))]
+        pairs = [list(kept["items"].values()) for kept in records]
+        before, after = ([fmean(pair[side] for pair in seed) for seed in pairs] for side in (0, 1))
+        gains = [new - old for old, new in zip(before, after, strict=True)]
+        if len(gains) > 1:
+            half = student_t(len(gains) - 1) * stdev(gains) / len(gains) ** 0.5
+            interval = f"{fmean(gains):+.3f} [{fmean(gains) - half:+.3f}, {fmean(gains) + half:+.3f}]"
+        else:
+            interval = f"{gains[0]:+.3f}, one seed"
+        metric = records[0]["summary"]["main_metric"]
+        cells = (task, f"{metric}, {len(pairs[0])}", policy, algorithm, f"{fmean(before):.3f} → {fmean(after):.3f}")
+        lines.append(f"| {' | '.join((*cells, interval, made))} |")
+    return "\n".join([*HEAD, *lines])
+
+
 def main(words: Sequence[str]) -> int:
-    """Write the records."""
+    """Write the records, or the table."""
     FOLDER.mkdir(exist_ok=True)
+    if list(words) == ["table"]:
+        page = FOLDER.parent / "real.md"
+        page.write_text(filled(page.read_text(encoding="utf-8"), PART, table(), "evidence"), encoding="utf-8")
+        return 0
     also = [name for word in words if word.startswith("also=") for name in word.partition("=")[2].split(",")]
     typed = next((word.partition("=")[2] for word in words if word.startswith("as=")), "")
     for folder in (word for word in words if not word.startswith(("also=", "as="))):

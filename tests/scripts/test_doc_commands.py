@@ -6,6 +6,7 @@ Nothing runs. A run of the reader's (RUN_DIR, outputs/…) is one that the test 
 import re
 import shutil
 import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -107,6 +108,15 @@ WORK = (
     *("report.console.show_run", "report.html.report_run", "sets.sweep.sweep", "sets.command._run"),
 )
 """What commands hand their checked configs and arguments to."""
+
+
+@pytest.fixture(autouse=True)
+def programs_of_pages_are_forgotten(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield
+    for name, module in [*sys.modules.items()]:
+        if str(getattr(module, "__file__", None) or "").startswith(str(tmp_path)):
+            del sys.modules[name]
 
 
 @pytest.fixture(autouse=True)
