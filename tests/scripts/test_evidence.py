@@ -36,3 +36,21 @@ def test_a_record_can_be_run_and_compared(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(kept["items"]) == 60 and all(len(values) == 2 for values in kept["items"].values())
     assert kept["items/em"].keys() == kept["items"].keys()
     assert str(tmp_path) not in text
+
+
+def test_the_table_is_that_of_the_records_that_are_kept() -> None:
+    page = (evidence.FOLDER.parent / "real.md").read_text(encoding="utf-8")
+    assert f"{evidence.table()}\n<!-- end of generated part -->" in page, "python -m scripts.evidence table"
+
+
+def test_a_line_has_the_t_interval_of_its_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gains 0.1, 0.2, 0.3: 0.2 ± 4.3027 · 0.1 / sqrt(3)."""
+    monkeypatch.setattr(evidence, "FOLDER", tmp_path)
+    lines = {"some-grpo": ("sums", "small", "`grpo`", "here"), "some-one": ("sums", "small", "`grpo`", "here")}
+    monkeypatch.setattr(evidence, "LINES", lines)
+    for name, seed, after in (("some-grpo", 0, 0.1), ("some-grpo", 1, 0.2), ("some-grpo", 2, 0.3), ("some-one", 0, 1)):
+        kept = {"summary": {"main_metric": "em"}, "items": {"a": [0, after], "b": [1, 1 + after]}}
+        (tmp_path / f"{name}-s{seed}.json").write_text(json.dumps(kept))
+    *_, three, one = evidence.table().splitlines()
+    assert three == "| sums | em, 2 | small | `grpo` | 0.500 → 0.700 | +0.200 [-0.048, +0.448] | here |"
+    assert one == "| sums | em, 2 | small | `grpo` | 0.500 → 1.500 | +1.000, one seed | here |"
