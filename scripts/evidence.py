@@ -40,6 +40,12 @@ LINES = {
         "`mmgrpo`",
         "`mmrl compare set=real columns=banking77 rows=sft+mmgrpo`",
     ),
+    "banking77-miprov2_mmgrpo": (
+        "Banking77",
+        f"{SMALL}, the same, with prompts by MIPROv2",
+        "`mmgrpo`",
+        "`… rows=sft+miprov2+mmgrpo`",
+    ),
     "hotpotqa-mhgpo_rr": (
         "HotpotQA, three agents",
         f"{SMALL}, supervised start",
@@ -110,6 +116,8 @@ def table() -> str:
     lines = []
     for name, (task, policy, algorithm, made) in LINES.items():
         records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob(f"{name}-s?.json"))]
+        if not records:  # not run yet
+            continue
         pairs = [list(kept["items"].values()) for kept in records]
         before, after = ([fmean(pair[side] for pair in seed) for seed in pairs] for side in (0, 1))
         gains = [new - old for old, new in zip(before, after, strict=True)]
