@@ -104,8 +104,11 @@ def _rewind(config: StageConfig, rundir: RunDir) -> Path | None:
     from its seed, and a memo has the replies that it had.
     """
     # Data and servers may have changed since; its own folder is full by now, which must not count.
+    checked = config.in_folder(None)
+    if rundir.eval_path(0, config.eval.split).exists():  # what it took over is its own by now
+        checked = checked.model_copy(update={"run": checked.run.model_copy(update={"baseline": None})})
     with located(f"{rundir.path}/config.yaml: "):
-        check_all([config.in_folder(None)])
+        check_all([checked])
     with storage(rundir.path):
         if not isinstance(config, WeightRunConfig):
             from mmrl.report.trials import FOLDER, MEMO

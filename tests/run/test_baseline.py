@@ -1,5 +1,6 @@
 """`run.baseline`: the evaluation before training, made once for runs that begin with the same policy."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,19 @@ def test_a_run_that_takes_it_over_has_the_numbers_of_one_that_evaluates(first, r
     assert numbers(tmp_path / "takes") == numbers(tmp_path / "evaluates")
     results = [RunDir.read(folder).eval_path(0, "dev").read_bytes() for folder in (first, tmp_path / "takes")]
     assert results[0] == results[1]
+
+
+def test_once_taken_over_it_is_the_runs_own(first, random_model, tmp_path):
+    donor, run = tmp_path / "donor", tmp_path / "run"
+    shutil.copytree(first, donor)
+    words = ["algo=mhgpo_fof", "train.steps=2", "eval.temperature=0", "train.save_every=1"]
+    assert main(command(random_model, run, *words, f"run.baseline={donor}")) == 0
+    whole = numbers(run)
+    shutil.rmtree(donor)
+    shutil.rmtree(run / "checkpoints" / "checkpoint-2")
+    (run / "summary.json").unlink()
+    assert main(["train", f"resume={run}"]) == 0
+    assert numbers(run) == whole
 
 
 def said(capsys, *words):
