@@ -94,7 +94,8 @@ def record(folder: Path, also: Sequence[str] = ()) -> dict[str, Any]:
 
     written = [path for below in ("journal", "eval") for path in sorted((folder / below).iterdir())]
     return {
-        "command": shlex.join(environment["command"]),
+        # Whose evaluation it took over, is of this machine.
+        "command": shlex.join(word for word in environment["command"] if not word.startswith("run.before=")),
         "machine": {name: environment[name] for name in ("cpu", "cores", "python")},
         "versions": {name: environment["versions"].get(name) for name in VERSIONS},
         "git": environment.get("git"),
@@ -115,7 +116,7 @@ def table() -> str:
     """Return the table of docs/real.md: a line for each of `LINES`, of all its seeds."""
     lines = []
     for name, (task, policy, algorithm, made) in LINES.items():
-        records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob(f"{name}-s?.json"))]
+        records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob(f"{name}-s[0-9]*.json"))]
         if not records:  # not run yet
             continue
         pairs = [list(kept["items"].values()) for kept in records]

@@ -231,7 +231,7 @@ TYPED: tuple[Idle[Case], ...] = (
     # Typed, and not from a profile that was made for training.
     Idle(
         "eval.every model.gradient_checkpointing hardware.sharding hardware.cpu_offload hardware.rollout_devices "
-        "run.name run.report_to run.report_calls run.wandb_project run.group run.tags run.progress run.baseline "
+        "run.name run.report_to run.report_calls run.wandb_project run.group run.tags run.progress run.before "
         "run.doctor task.caught_parse_penalty",
         lambda c: c.evaluates,
         f"{_EVAL}; it is an option of mmrl train",

@@ -211,11 +211,11 @@ class RunConfig(Section):
     group: str | None = Field(None, min_length=1, description="wandb: runs that belong together; null: <algo>-<task>")
     tags: tuple[str, ...] = Field((), description="wandb: labels of the run")
     progress: bool | None = Field(None, description="live display; false: plain lines; null: live in a terminal")
-    baseline: str | None = Field(
+    before: str | None = Field(
         None,
         min_length=1,
-        description="a run whose evaluation before training is this one's too: of the same policy, asked the same; "
-        "null: evaluate",
+        description="a run whose evaluation before training is this one's too; where anything is not the same, a line "
+        "says so and it is evaluated",
     )
     doctor: Literal["auto"] | bool = Field(
         "auto", description="play a few examples before training and say what is wrong; auto: before runs on GPUs"

@@ -57,8 +57,9 @@ def distilled_entries(forest: Forest, algo: AlgoConfig, minibatch: Minibatches =
 def distillation_metrics(forest: Forest, algo: AlgoConfig, entries: Sequence[Entry]) -> dict[str, float]:
     """Return `module/<m>/teacher_gap`, the mean of log pi_T - log pi_S over the module's tokens, in nats.
 
-    Also `module/<m>/untaught_share`: calls of the policy that have no teacher (`stages.distillation`); and, where both
-    have entries, `credit/teachers_to_rewards`: the sum of |A| · weight over tokens of teachers over that of rewards.
+    Also `module/<m>/untaught_share`: calls of the policy that have no teacher (`stages.distillation`); and, where
+    rewards have entries, `credit/teachers_to_rewards`: the sum of |A| · weight of teachers' tokens over that of rewards
+    (with `distill_kl=exact` still of what was sampled).
     """
     calls: dict[str, list[Call]] = defaultdict(list)
     for call in forest.calls.values():

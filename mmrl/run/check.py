@@ -18,7 +18,7 @@ from mmrl.config.tasks import PRIVILEGED
 from mmrl.engines.endpoint_engine import unreachable, with_model
 from mmrl.errors import ConfigError, gathered, refuse, unknown
 from mmrl.report.trackers import missing_trackers
-from mmrl.run.baseline import baseline_problems
+from mmrl.run.before import before_problems
 from mmrl.run.build import (
     build_task,
     endpoint_problems,
@@ -105,7 +105,7 @@ def check(config: RootConfig) -> list[str]:
     if isinstance(config, StageConfig):
         problems += missing_packages(config.hardware) + missing_trackers(config.run.report_to)
         problems += split_problems(config.task, task, config.eval.split, "eval.split")
-        problems += baseline_problems(config, task)
+        problems += before_problems(config)
         problems += kind_of(config).problems(config, task)
     if isinstance(config, EvalRunConfig):
         problems += _evaluation_problems(config, task)

@@ -29,6 +29,7 @@ from mmrl.config import (
     validate_stored,
 )
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, ProcessLost, continue_with, located, storage
+from mmrl.run.before import take_over
 from mmrl.run.build import build_task, check_model, evaluated
 from mmrl.run.check import Checked, check_all
 from mmrl.run.checkup import check_before_training
@@ -106,7 +107,7 @@ def _rewind(config: StageConfig, rundir: RunDir) -> Path | None:
     # Data and servers may have changed since; its own folder is full by now, which must not count.
     checked = config.in_folder(None)
     if rundir.eval_path(0, config.eval.split).exists():  # what it took over is its own by now
-        checked = checked.model_copy(update={"run": checked.run.model_copy(update={"baseline": None})})
+        checked = checked.model_copy(update={"run": checked.run.model_copy(update={"before": None})})
     with located(f"{rundir.path}/config.yaml: "):
         check_all([checked])
     with storage(rundir.path):
@@ -313,6 +314,8 @@ def session(
                 try:
                     examples, subset = evaluated(task, config, config.eval.split)
                     evaluations = Evaluations(examples=examples, last_step=steps, stage=stage)
+                    if processes.main and (reason := take_over(config, rundir, examples[: config.eval.items])):
+                        progress.note(reason)
                     if isinstance(stage, RlStage) and checkpoint is None:
                         check_before_training(stage, log)
                     before = evaluations.baseline()

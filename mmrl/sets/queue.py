@@ -23,7 +23,8 @@ from mmrl.config import EvalRunConfig, StageConfig
 from mmrl.config.base import path_override, value_at
 from mmrl.errors import ConfigError, MmrlError
 from mmrl.report.stats import duration
-from mmrl.run.baseline import baseline_differences
+from mmrl.run.before import before_differences
+from mmrl.run.settle import settle
 from mmrl.sets.spec import Command
 from mmrl.store.rundir import RunDir, holds_only_leftovers, is_run
 from mmrl.system.child_process import end_with_parent
@@ -194,9 +195,9 @@ class RunQueue:
             # An evaluation asks on the day of its policy.
             if run.config.model.date is None and (run.command == "train" or run.after is None):
                 of_its_set = run.chain if run.after is not None else self.runs
-                words.append(f"model.date={(day := day_of(one.path for one in of_its_set))}")
-                if (baseline := self._baseline(run, day)) is not None:
-                    words.append(path_override("run.baseline", baseline))
+                words.append(f"model.date={day_of(one.path for one in of_its_set)}")
+            if (before := self._evaluated(run, words)) is not None:
+                words.append(path_override("run.before", before))
             command += [*(("--config-dir", self.config_dir) if self.config_dir else ()), *words]
         run.path.parent.mkdir(parents=True, exist_ok=True)
         # Runs side by side would otherwise each take all CPUs and wait for one another.
@@ -215,16 +216,19 @@ class RunQueue:
         self.running.append((run, process, time.monotonic()))
         self._say(f"{run.name}: {'continues' if state == 'unfinished' else 'starts'} (log: {run.log})")
 
-    def _baseline(self, run: PlannedRun, day: str) -> Path | None:
+    def _evaluated(self, run: PlannedRun, words: Sequence[str]) -> Path | None:
         """Return a run of the set whose evaluation before training is this one's too; None: there is none yet."""
         config = run.config
-        if not isinstance(config, StageConfig) or run.after is not None or config.run.baseline is not None:
+        if not isinstance(config, StageConfig) or run.after is not None or config.run.before is not None:
             return None
-        config = config.model_copy(update={"model": config.model.model_copy(update={"date": day})})
+        days = [word.partition("=")[2] for word in words if word.startswith("model.date=")]
+        if days:
+            config = config.model_copy(update={"model": config.model.model_copy(update={"date": days[-1]})})
+        settled = settle(config, planned=True).config
         for other in self.runs:
             if other is not run and other.after is None and isinstance(other.config, StageConfig):
                 with suppress(MmrlError):  # it has not begun, or is damaged, which is its own matter
-                    if not baseline_differences(config, other.path):
+                    if not before_differences(settled, other.path):
                         return other.path
         return None
 

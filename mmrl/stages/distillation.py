@@ -156,8 +156,10 @@ class Teachers:
                     asked[teacher].append((call, view))
         students = {call.id: call for seen in asked.values() for call, _ in seen}
         known = dict(zip(students, self.forwards.policy_logprobs(list(students.values())), strict=True))
+        distilled = set((self.algo.distill or {}).values())
         for teacher, seen in asked.items():
-            with self.forwards.keeping(teacher) if self.algo.distill_kl == "exact" else nullcontext():
+            kept = self.algo.distill_kl == "exact" and teacher in distilled
+            with self.forwards.keeping(teacher) if kept else nullcontext():
                 scored = self._scorer(teacher)([view for _, view in seen])
             for (call, _), theirs in zip(seen, scored, strict=True):
                 gaps[call.id, teacher] = tuple(t - s for t, s in zip(theirs, known[call.id], strict=True))

@@ -26,7 +26,6 @@ from mmrl.rollout.sample import sample
 from mmrl.stages import Stage
 from mmrl.stages.step_log import StepLog
 from mmrl.stages.step_metrics import failed_share, module_metrics, never_metrics, refuse_context
-from mmrl.store.rundir import RunDir
 from mmrl.system.files import append_jsonl, atomic_write, dumps, read_jsonl, repair_jsonl
 from mmrl.system.processes import ALONE, Processes
 from mmrl.system.replies import one_line
@@ -113,15 +112,11 @@ class Evaluations:
         return self.stage.config.eval
 
     def baseline(self) -> list[Item]:
-        """Evaluate before training; on a resumed run, or with `run.baseline`, read back the results of then.
+        """Evaluate before training; on a resumed run, or with `run.before`, read back the results of then.
 
         Raises:
             TooManyFailures: nothing of it stays, since all later evaluations compare with it.
         """
-        other, split = self.stage.config.run.baseline, self.settings.split
-        results = self.log.rundir.eval_path(0, split)
-        if other is not None and self.log.processes.main and not results.exists():
-            atomic_write(results, RunDir.read(other).eval_path(0, split).read_text(encoding="utf-8"))
         return self._scored(0, "evaluation before training")
 
     def final(self) -> list[Item]:

@@ -65,7 +65,7 @@ def _states(
     unseen: list[Call] = []
     for call in calls:
         # Missing where another process has scored the call, or nobody: its log-probabilities were known.
-        if (kept := forwards.kept.get((teacher, call.id))) is None:
+        if (kept := forwards.kept.pop((teacher, call.id), None)) is None:
             unseen.append(call)
         else:
             found[id(call)] = kept

@@ -224,7 +224,7 @@ REFUSED: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "run.group": ("run.group=x", OF_TRAIN),
         "run.tags": ("run.tags=[x]", OF_TRAIN),
         "run.progress": ("run.progress=true", OF_TRAIN),
-        "run.baseline": ("run.baseline=x", OF_TRAIN),
+        "run.before": ("run.before=x", OF_TRAIN),
         "run.doctor": ("run.doctor=true", OF_TRAIN),
     },
     "prompts": {

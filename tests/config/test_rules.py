@@ -204,7 +204,7 @@ def test_every_rule_has_a_case():
     others |= {f"algo.{key}" for key in ("format_failure_score", "format_failure_best")}
     others |= {"model.path", "model.name", "model.gradient_checkpointing"}  # test_reads.py
     others |= {f"task.data.{split}_items" for split in ("train", "dev", "test")}  # tests/run/test_other_models.py
-    others |= {f"run.{key}" for key in ("name", "report_to", "progress", "baseline", "doctor")}
+    others |= {f"run.{key}" for key in ("name", "report_to", "progress", "before", "doctor")}
     others |= {"hardware.ray", "hardware.processes", "hardware.nodes"}  # tests/run/test_processes.py, test_reads.py
     others |= {"task.caught_parse_penalty"}  # below
     others |= {"task.failure_score"}  # tests/stages/test_unscored.py
