@@ -221,15 +221,21 @@ class RunQueue:
         config = run.config
         if not isinstance(config, StageConfig) or run.after is not None or config.run.before is not None:
             return None
+        others = [
+            other.path
+            for other in self.runs
+            if other is not run and RunDir(other.path).eval_path(0, config.eval.split).exists()
+        ]
+        if not others:
+            return None
         days = [word.partition("=")[2] for word in words if word.startswith("model.date=")]
         if days:
             config = config.model_copy(update={"model": config.model.model_copy(update={"date": days[-1]})})
         settled = settle(config, planned=True).config
-        for other in self.runs:
-            if other is not run and other.after is None and isinstance(other.config, StageConfig):
-                with suppress(MmrlError):  # it has not begun, or is damaged, which is its own matter
-                    if not before_differences(settled, other.path):
-                        return other.path
+        for path in others:
+            with suppress(MmrlError):  # it is damaged, which is its own matter
+                if not before_differences(settled, path):
+                    return path
         return None
 
     def _end(self, run: PlannedRun, process: subprocess.Popen[bytes], started: float) -> None:
