@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -121,6 +122,8 @@ def programs_of_pages_are_forgotten(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def nothing_runs(monkeypatch):
+    for name in WORK:  # first: a module that is imported while another is replaced would keep the replacement
+        import_module(f"mmrl.{name}".rpartition(".")[0])
     for name in WORK:
         monkeypatch.setattr(f"mmrl.{name}", lambda *given, **options: 0)
     monkeypatch.setattr("mmrl.run.train", lambda config: ("", 0))
