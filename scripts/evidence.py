@@ -10,6 +10,7 @@ the command again can compare.
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -66,6 +67,8 @@ LINES = {
     ),
 }
 """Name of records -> task, policy before training, algorithm, and where its command stands."""
+_PLACE = re.compile(r"(?<![\w.:/}-])/[\w.@+/-]+")
+"""An absolute path: no part of a URL, of a hub id, of a relative path, or of one below an environment variable."""
 VERSIONS = ("mmrl", "torch", "transformers", "peft", "trl", "numpy")
 
 
@@ -94,8 +97,7 @@ def record(folder: Path, also: Sequence[str] = ()) -> dict[str, Any]:
 
     written = [path for below in ("journal", "eval") for path in sorted((folder / below).iterdir())]
     return {
-        # Whose evaluation it took over, is of this machine.
-        "command": shlex.join(word for word in environment["command"] if not word.startswith("run.before=")),
+        "command": shlex.join(elsewhere(environment["command"])),
         "machine": {name: environment[name] for name in ("cpu", "cores", "python")},
         "versions": {name: environment["versions"].get(name) for name in VERSIONS},
         "git": environment.get("git"),
@@ -110,6 +112,11 @@ def record(folder: Path, also: Sequence[str] = ()) -> dict[str, Any]:
         **{f"items/{metric}": items(metric) for metric in also},
         "digests": {str(path.relative_to(folder)): file_digest(path) for path in written},
     }
+
+
+def elsewhere(words: Sequence[str]) -> list[str]:
+    """Return a command as it is typed on another machine: FOLDER for folders of this one, no evaluation of its runs."""
+    return [_PLACE.sub("FOLDER", word) for word in words if not word.startswith("run.before=")]
 
 
 def table() -> str:

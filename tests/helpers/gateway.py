@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import trl
 
 from mmrl.config import DataConfig, ModelConfig
@@ -25,6 +26,7 @@ from mmrl.system.objects import register
 from mmrl.tasks import TASKS
 
 ROWS = [{"id": f"q{n}", "question": f"What is {n}?", "gold": str(n)} for n in range(8)]
+ASK: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where is Porto?"}]
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 _NUMBERS = itertools.count()
 
@@ -127,3 +129,17 @@ def one(task: Any, engine: Scripted, **options: Any) -> tuple[Rollout, tuple[Cal
     forest = rolled_out(task, engine, **options)
     (rollout,) = forest.rollouts
     return rollout, forest.path(rollout)
+
+
+def client(base_url: str, api_key: str, **options: Any) -> Any:
+    return openai.AsyncOpenAI(base_url=base_url, api_key=api_key, **options)
+
+
+def agent_of(work: Callable[[Any], Any]) -> Callable[..., Any]:
+    """An agent that hands an `openai` client to `work`."""
+
+    async def agent(example: Any, base_url: str, api_key: str) -> Any:
+        async with client(base_url, api_key) as asking:
+            return await work(asking)
+
+    return agent

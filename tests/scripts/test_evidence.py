@@ -38,6 +38,28 @@ def test_a_record_can_be_run_and_compared(tmp_path: Path, monkeypatch: pytest.Mo
     assert str(tmp_path) not in text
 
 
+@pytest.mark.parametrize(
+    ("word", "kept"),
+    [
+        ("model.path=/srv/models/a-1.5b", "model.path=FOLDER"),
+        ("algo.distill={answerer: /srv/big, reranker: policy}", "algo.distill={answerer: FOLDER, reranker: policy}"),
+        ("model.path=Qwen/Qwen2.5-0.5B", "model.path=Qwen/Qwen2.5-0.5B"),
+        ("engine.urls=[http://host:8000/v1]", "engine.urls=[http://host:8000/v1]"),
+        ("task.data.train=${oc.env:DATA,data}/a/b.json", "task.data.train=${oc.env:DATA,data}/a/b.json"),
+        ("task.prompts=docs/programs/a.yaml", "task.prompts=docs/programs/a.yaml"),
+        ("task.prompts=../a/b.yaml", "task.prompts=../a/b.yaml"),
+    ],
+)
+def test_a_command_names_no_folder_of_this_machine(word: str, kept: str) -> None:
+    assert evidence.elsewhere(["mmrl", "train", word, "run.before=outputs/x"]) == ["mmrl", "train", kept]
+
+
+def test_no_record_names_one() -> None:
+    for path in evidence.FOLDER.glob("*-s*.json"):
+        words = shlex.split(json.loads(path.read_text(encoding="utf-8"))["command"])
+        assert evidence.elsewhere(words) == words, path.name
+
+
 def test_the_table_is_that_of_the_records_that_are_kept() -> None:
     page = (evidence.FOLDER.parent / "real.md").read_text(encoding="utf-8")
     assert f"{evidence.table()}\n<!-- end of generated part -->" in page, "python -m scripts.evidence table"
