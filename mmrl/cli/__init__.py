@@ -20,6 +20,7 @@ from mmrl.cli import gone
 from mmrl.cli.commands import WORKER, app
 from mmrl.errors import ENDED, ConfigError, MmrlError, Stopped, print_error, refuse, storage, with_notes
 from mmrl.secrets import HidingStream, add_environment, holder, looks_like_a_key
+from mmrl.system import portal
 from mmrl.system.conf import GROUPS, options
 from mmrl.system.stop import quiet_loops
 
@@ -44,7 +45,10 @@ def main(argv: Sequence[str] | None = None, dispatch: Callable[[Sequence[str]], 
     """
     # Around the handlers too, which hold the traceback, and with it the loop whose constructor was ended.
     with quiet_loops():
-        return _main(argv, dispatch or _dispatch)
+        code = _main(argv, dispatch or _dispatch)
+    if argv is None:
+        portal.exit_code = code
+    return code
 
 
 def _main(argv: Sequence[str] | None, dispatch: Callable[[Sequence[str]], int]) -> int:

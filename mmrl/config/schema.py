@@ -214,7 +214,7 @@ class RunConfig(Section):
     before: str | None = Field(
         None,
         min_length=1,
-        description="a run whose evaluation before training is this one's too; where anything is not the same, a line "
+        description="a run whose evaluation before training is this one's too; where anything is not or may not be the same, a line "
         "says so and it is evaluated",
     )
     doctor: Literal["auto"] | bool = Field(

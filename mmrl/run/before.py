@@ -13,16 +13,16 @@ from mmrl.config import RlRunConfig, StageConfig, schema_of, validate_stored
 from mmrl.config.base import MINI, flattened
 from mmrl.errors import CheckpointError, ConfigError, DataError, located
 from mmrl.records import Example
-from mmrl.run.settle import config_changes
+from mmrl.run.settle import code_outside, config_changes, packages_of
 from mmrl.store.machine import describe_environment
 from mmrl.store.rundir import RunDir, example_line
 from mmrl.system.files import atomic_write, plain
 
-_OTHERS = ("algo.", "train.", "plugins", "eval.every", "eval.bootstrap", "model.selfcheck")
+_OTHERS = ("algo.", "train.", "eval.every", "eval.bootstrap", "model.selfcheck")
 """Settings that no evaluation before training depends on; rewards depend on the algorithm, which is looked at apart."""
 _MACHINE = ("hardware.device", "hardware.threads", "hardware.processes", "hardware.nodes")
 """Those of the machine that it does depend on, in the last bits of its logits."""
-_VERSIONS = ("versions", "mmrl_git", "git", "cpu")
+_VERSIONS = ("versions", "mmrl_code", "cpu")
 
 
 def before_problems(config: StageConfig) -> list[str]:
@@ -64,7 +64,8 @@ def before_differences(config: StageConfig, folder: Path) -> list[str]:
         return [f"it has no evaluation on {split} before training"]
     # Rollouts that failed from outside may not fail again.
     failed = ["rollouts of it failed from outside causes"] if any(item["failed_share"] for item in items) else []
-    changes = config_changes(run.config, config.model_dump(mode="json"))
+    settled = config.model_dump(mode="json")
+    changes = config_changes(run.config, settled)
     differing = [
         path
         for path in changes
@@ -85,9 +86,16 @@ def before_differences(config: StageConfig, folder: Path) -> list[str]:
     texts += [
         f"{name} of the code or machine are others" for name in _VERSIONS if run.environment.get(name) != here[name]
     ]
+    code = code_outside(settled, packages_of(settled), program=True)
+    texts += [f"{setting} is code that may have changed" for setting in code]
     made = results.stat().st_mtime
-    texts += [f"{path} has changed since" for path in _files(config) if path.stat().st_mtime > made]
+    texts += [f"{path} has changed since" for path in _files(config) if _changed(path) > made]
     return failed + texts
+
+
+def _changed(path: Path) -> float:
+    """Return when a file, folder or link, or what it leads to, was last written, moved or replaced."""
+    return max(time for facts in (path.stat(), path.lstat()) for time in (facts.st_mtime, facts.st_ctime))
 
 
 def _turn_sets(config: StageConfig) -> tuple[object, ...]:
@@ -97,12 +105,13 @@ def _turn_sets(config: StageConfig) -> tuple[object, ...]:
 
 
 def _files(config: StageConfig) -> Iterator[Path]:
-    """Yield the files that the sections of model and task name, those in folders too."""
+    """Yield the files and folders that the sections of model and task name, and the files in these."""
     for name, section in (("model", config.model), ("task", config.task)):
         for value in flattened({name: section.model_dump(mode="json")}).values():
             for text in value if isinstance(value, list | tuple) else [value]:
                 if isinstance(text, str) and text and len(text) < 1000 and (path := Path(text)).exists():
-                    yield from (file for file in ([path] if path.is_file() else path.rglob("*")) if file.is_file())
+                    yield path
+                    yield from (file for file in path.rglob("*") if file.is_file())
 
 
 def take_over(config: StageConfig, rundir: RunDir, examples: Iterable[Example]) -> str:

@@ -286,16 +286,20 @@ def announce_code(folder: Path, stored: Mapping[str, object], packages: Sequence
         program: the objects that `task` and `algo` name are imported, too, and `engine.python` and `task.command` are
             started.
     """
+    settings = code_outside(stored, packages, program=program)
+    if settings := [text for text in settings if not is_registered(text.partition("=")[2])]:  # of this very process
+        line = f"{folder}/config.yaml names code that is imported and run now: {', '.join(settings)}"
+        print(line, file=sys.stderr, flush=True)
+
+
+def code_outside(stored: Mapping[str, object], packages: Sequence[str], *, program: bool) -> list[str]:
+    """Return the settings of a config, as typed, that name code outside mmrl; arguments as for `announce_code`."""
     sections = {name: stored.get(name) for name in ("task", "algo") if program}
     texts = flattened({name: section for name, section in sections.items() if isinstance(section, Mapping)})
     settings = [f"{key}={value}" for key, value in texts.items() if isinstance(value, str) and OBJECT.fullmatch(value)]
-    settings = [text for text in settings if not is_registered(text.partition("=")[2])]  # of this very process
     settings += [f"plugins={','.join(packages)}"] if packages else []
     started = {key: value_at(stored, key) for key in ("engine.python", "task.command") if program}
-    settings += [f"{key}={words}" for key, words in started.items() if words is not None]
-    if settings:
-        line = f"{folder}/config.yaml names code that is imported and run now: {', '.join(settings)}"
-        print(line, file=sys.stderr, flush=True)
+    return settings + [f"{key}={words}" for key, words in started.items() if words is not None]
 
 
 def _needs_plugins(stored: Mapping[str, object]) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cache
+from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
 
@@ -42,7 +43,16 @@ def describe_environment(command: Sequence[str]) -> JsonObject:
         "cwd": str(Path.cwd()),
         "git": git_state(Path.cwd()),
         "mmrl_git": git_state(Path(__file__).parent),
+        "mmrl_code": code_digest(),
     }
+
+
+@cache
+def code_digest() -> str:
+    """Return a digest of mmrl's own sources: a commit says nothing of what was changed and not committed."""
+    top = Path(__file__).parents[1]
+    lines = (f"{path.relative_to(top)} {sha256(path.read_bytes()).hexdigest()}\n" for path in sorted(top.rglob("*.py")))
+    return sha256("".join(lines).encode()).hexdigest()
 
 
 def git_state(folder: Path) -> JsonObject | None:

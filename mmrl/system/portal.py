@@ -16,6 +16,7 @@ import asyncio
 import atexit
 import functools
 import os
+import sys
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent import futures
@@ -41,6 +42,8 @@ _THREADS: dict[asyncio.AbstractEventLoop, int] = {}
 """Loop -> id of its thread."""
 _LOOPS: dict[tuple[int, str], asyncio.AbstractEventLoop] = {}
 """By process id, since after a fork the child has the object but not the thread that runs it, and name."""
+exit_code: int | None = None
+"""What the command ends with, set when it does; None in a process that is not ours to end."""
 
 
 def io_loop() -> asyncio.AbstractEventLoop:
@@ -94,9 +97,13 @@ def _clean_up() -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
         await loop.shutdown_asyncgens()
 
-    for (process, name), loop in list(_LOOPS.items()):
-        if process == os.getpid() and name != "mmrl-io":
-            futures.wait([Job(end(loop), loop).ended], EXIT_S)
+    mine = [loop for (process, name), loop in _LOOPS.items() if process == os.getpid() and name != "mmrl-io"]
+    busy = [loop for loop in mine if futures.wait([Job(end(loop), loop).ended], EXIT_S).not_done]
+    # In a long forward: the interpreter's end under a thread that torch runs in aborts the process, with code 134.
+    if busy and exit_code is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
 
 
 class Job(Generic[T]):

@@ -15,7 +15,6 @@ from mmrl.run.settle import settle
 from mmrl.sets.queue import PlannedRun, RunQueue
 from mmrl.stages import evaluate
 from mmrl.store.rundir import RunDir
-from tests.helpers import TOP
 from tests.helpers.runs import command, numbers
 from tests.helpers.stand_in import calls  # noqa: F401
 
@@ -108,10 +107,25 @@ def fail_once(donor, random_model):
     path.write_text(path.read_text().replace('"failed_share":0.0', '"failed_share":1.0', 1))
 
 
-def upgrade(donor, random_model):
+def change_facts(donor, **changed):
     path = donor / "environment.json"
-    facts = json.loads(path.read_text())
-    path.write_text(json.dumps({**facts, "versions": {**facts["versions"], "torch": "1.0"}}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+
+
+def upgrade(donor, random_model):
+    change_facts(donor, versions={"torch": "1.0"})
+
+
+def edit_mmrl(donor, random_model):
+    change_facts(donor, mmrl_code="0")
+
+
+def move_in_an_older_one(donor, random_model):
+    older = Path(shutil.copytree(random_model, f"{random_model}-older"))
+    shutil.rmtree(random_model)
+    older.rename(random_model)
+    for path in (Path(random_model), *Path(random_model).iterdir()):
+        os.utime(path, (1e9, 1e9))
 
 
 @pytest.mark.parametrize(
@@ -122,6 +136,8 @@ def upgrade(donor, random_model):
         (lose_items, "it has no evaluation on dev before training"),
         (fail_once, "failed from outside causes"),
         (upgrade, "versions of the code or machine are others"),
+        (edit_mmrl, "mmrl_code of the code or machine are others"),
+        (move_in_an_older_one, "config.json has changed since"),
     ],
 )
 def test_what_has_changed_since_is_evaluated(first, random_model, tmp_path, capsys, change, says):
@@ -141,13 +157,19 @@ def test_what_has_changed_since_is_evaluated(first, random_model, tmp_path, caps
     assert says in message, message
 
 
+def test_code_that_may_have_changed_evaluates(first, random_model, tmp_path, capsys, monkeypatch):
+    (tmp_path / "mine.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    message = evaluates(first, random_model, tmp_path / "run", capsys, "plugins=[mine]")
+    assert "plugins=mine is code that may have changed" in message
+
+
 def planned(words, path, seed=0):
     config = configured([word for word in words[1:] if not word.startswith("run.dir=")])
     return PlannedRun(row="r", column="c", seed=seed, words=[], path=Path(path), config=config)
 
 
-def test_a_set_evaluates_once_what_its_runs_begin_with(first, random_model, tmp_path, calls, monkeypatch):  # noqa: F811
-    monkeypatch.chdir(TOP)  # where the first one ran: another repository may have other code
+def test_a_set_evaluates_once_what_its_runs_begin_with(first, random_model, tmp_path, calls):  # noqa: F811
     same = planned(command(random_model, tmp_path, "algo=grpo", *STEPS), tmp_path / "same")
     other = planned(command(random_model, tmp_path, "algo=grpo", *STEPS, "seed=1"), tmp_path / "other")
     done = planned(command(random_model, first, "algo=mhgpo_rr", *STEPS), first)

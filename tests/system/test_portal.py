@@ -170,3 +170,30 @@ asyncio.run(work())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert (done.stdout, done.stderr) == ("task ended\ngenerator closed\n", "")
+
+
+def test_a_process_ends_with_its_code_also_in_a_long_forward() -> None:
+    """A thread that torch runs in must not end the process by abort, which a scheduler takes for a crash."""
+    code = """
+import sys, threading, torch
+from mmrl.cli import main
+from mmrl.system.portal import Job, rollout_loop
+
+async def forward():
+    begun.set()
+    while True:
+        weights @ weights
+
+def dispatch(words):
+    Job(forward(), rollout_loop())
+    begun.wait()
+    print("saved")
+    raise SystemExit(143)
+
+torch.set_num_threads(1)
+weights, begun = torch.ones(300, 300), threading.Event()
+sys.argv = ["mmrl", "train"]
+sys.exit(main(dispatch=dispatch))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (143, "saved\n", "stopped by SIGTERM\n")
