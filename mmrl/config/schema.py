@@ -214,8 +214,8 @@ class RunConfig(Section):
     before: str | None = Field(
         None,
         min_length=1,
-        description="a run whose evaluation before training is this one's too; where anything is not or may not be the same, a line "
-        "says so and it is evaluated",
+        description="a run whose evaluation before training is this one's too; where anything is not or may not "
+        "be the same, a line says so and it is evaluated",
     )
     doctor: Literal["auto"] | bool = Field(
         "auto", description="play a few examples before training and say what is wrong; auto: before runs on GPUs"
