@@ -19,25 +19,51 @@ NEUTRAL: Mapping[str, Sequence[object]] = {"mcp_servers": ([],), "context_manage
 """Fields that cannot be had, and the values with which they change nothing."""
 
 
-BLOCKS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
-"""Parts of messages that can be read; thoughts of a reply that is sent back are in its context already."""
+class _Block(BaseModel):
+    """Block of a message; what it says to caches, and of citations, says nothing to a model."""
 
-Block = dict[str, Any]
-
-
-def _read_blocks(content: object) -> list[Block]:
-    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
-        raise ValueError("expected text or a list of blocks")
-    for block in blocks:
-        if block.get("type") not in BLOCKS:
-            raise ValueError(f"got a block of type {block.get('type')!r:.40}, and this model reads text alone")
-        if block["type"] == "tool_result":
-            block["content"] = _read_blocks(block.get("content") or [])
-    return blocks
+    model_config = ConfigDict(extra="ignore", strict=True)
 
 
-Blocks = Annotated[list[Block], BeforeValidator(_read_blocks)]
+class _Text(_Block):
+    type: Literal["text"]
+    text: str
+
+
+def _as_blocks(content: object) -> object:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+Texts = Annotated[list[_Text], BeforeValidator(_as_blocks)]
+
+
+class _Call(_Block):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: Any
+
+
+class _Result(_Block):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Texts | None = None
+    is_error: bool = False
+
+    @property
+    def shown(self) -> str:
+        """What a model reads: an error as that of a tool of an environment."""
+        text = _text(self.content or ())
+        return str({"error": text}) if self.is_error else text
+
+
+class _Thoughts(_Block):
+    """Thoughts of a reply that is sent back; they are in its context already."""
+
+    type: Literal["thinking", "redacted_thinking"]
+
+
+Block = _Text | _Call | _Result | _Thoughts
 
 
 class _Body(BaseModel):
@@ -46,7 +72,7 @@ class _Body(BaseModel):
 
 class _Message(_Body):
     role: Literal["user", "assistant", "system"]
-    content: Blocks
+    content: Annotated[list[Annotated[Block, Field(discriminator="type")]], BeforeValidator(_as_blocks)]
 
 
 class _Tool(_Body):
@@ -83,10 +109,10 @@ class MessagesRequest(_Body):
     model: str
     messages: list[_Message] = Field(min_length=1)
     max_tokens: int = Field(ge=1)
-    system: Blocks = []
+    system: Texts = []
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0
+    top_k: int = Field(0, ge=0)
     stop_sequences: list[str] = []
     stream: bool = False
     tools: list[_Tool] = []
@@ -105,6 +131,7 @@ class MessagesRequest(_Body):
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
+            "top_k": self.top_k,
             "stop": self.stop_sequences,
             "stream": self.stream,
             "reasoning_effort": self.output_config.effort,
@@ -193,21 +220,21 @@ def _contents(answer: Answer) -> list[tuple[dict[str, Any], dict[str, Any], dict
 def _converted(message: _Message) -> list[dict[str, Any]]:
     """Return a message in OpenAI's dialect, where each result of a tool is a message of its own."""
     results = [
-        {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": _text(block["content"])}
+        {"role": "tool", "tool_call_id": block.tool_use_id, "content": block.shown}
         for block in message.content
-        if block["type"] == "tool_result"
+        if isinstance(block, _Result)
     ]
     calls = []
-    for block in (block for block in message.content if block["type"] == "tool_use"):
-        function = {"name": block.get("name"), "arguments": json.dumps(block.get("input", {}), ensure_ascii=False)}
-        calls.append({"id": block.get("id"), "type": "function", "function": function})
+    for block in (block for block in message.content if isinstance(block, _Call)):
+        function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
+        calls.append({"id": block.id, "type": "function", "function": function})
     text = _text(message.content)
     said: dict[str, Any] = {"role": message.role, "content": text} | ({"tool_calls": calls} if calls else {})
     return [*results, *([said] if text or calls or not results else [])]
 
 
 def _text(blocks: Sequence[Block]) -> str:
-    return "".join(str(block.get("text", "")) for block in blocks if block["type"] == "text")
+    return "".join(block.text for block in blocks if isinstance(block, _Text))
 
 
 def _head(running: Running) -> dict[str, Any]:

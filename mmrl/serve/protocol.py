@@ -8,9 +8,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from mmrl.config.base import Temperature
 from mmrl.serve.json_schema import check_schema
@@ -171,8 +181,8 @@ def _neutral_message(message: object) -> object:
     if not isinstance(message, Mapping):
         return message
     copied = (
-        *("refusal", "annotations", "audio", "function_call", "reasoning_content", "reasoning", "reasoning_details"),
-        *("thinking_blocks", "provider_specific_fields", "cache_control"),
+        *("annotations", "reasoning_content", "reasoning", "reasoning_details", "thinking_blocks"),
+        *("provider_specific_fields", "cache_control"),
     )
     kept = {name: value for name, value in message.items() if value not in (None, []) and name not in copied}
     return {"content": "", **kept}
@@ -210,24 +220,25 @@ def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
     return {"id": call.get("id", ""), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _of_schema(form: dict[str, Any]) -> dict[str, Any]:
-    schema = form.get("schema") or {}
-    if not isinstance(schema, dict):
-        raise ValueError("expected a JSON schema that is an object")
-    check_schema(schema)
-    return form
-
-
 class ResponseFormat(_Body):
     """`response_format`: a reply that is no such JSON counts as one that does not parse."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: Annotated[dict[str, Any], AfterValidator(_of_schema)] = {}
+    json_schema: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> Self:
+        if self.type == "json_schema" or self.json_schema:
+            schema = self.json_schema.get("schema")
+            if not isinstance(schema, dict):
+                raise ValueError(f"schema: got {schema!r:.60}, expected a JSON schema that is an object")
+            check_schema(schema)
+        return self
 
     @property
     def wanted(self) -> Mapping[str, Any]:
         """JSON schema of a reply."""
-        schema: Mapping[str, Any] = self.json_schema.get("schema") or {"type": "object"}
+        schema: Mapping[str, Any] = self.json_schema.get("schema", {"type": "object"})
         return schema
 
 
@@ -243,6 +254,19 @@ class ChatRequest(SamplingRequest):
     logprobs: bool = False
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] = {}
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _can_be_met(cls, choice: str | dict[str, Any], info: ValidationInfo) -> str | dict[str, Any]:
+        # Else every reply would be of another form than was asked for, by no fault of the model.
+        names = [tool["function"]["name"] for tool in info.data.get("tools", ())]
+        if choice == "required" and not names:
+            raise ValueError("asks for a call of a tool, and the request has none; expected tools")
+        if isinstance(choice, dict) and (name := choice["function"]["name"]) not in names:
+            raise ValueError(
+                f"got {name!r:.60}, expected a tool of the request: {', '.join(names) or 'it has none':.200}"
+            )
+        return choice
 
     def refuse_other_prompts(self, unchanged_by: Callable[[Mapping[str, Any]], bool]) -> None:
         """Refuse arguments of the chat template with which prompts would not be those of the run.

@@ -15,7 +15,15 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 from typing_extensions import override
 
 from mmrl.serve.front import Dialect, Running, failed
-from mmrl.serve.protocol import WITHOUT_EFFECT, ChatRequest, SamplingRequest, joined, parse_fields, parse_request
+from mmrl.serve.protocol import (
+    WITHOUT_EFFECT,
+    ChatRequest,
+    ResponseFormat,
+    SamplingRequest,
+    joined,
+    parse_fields,
+    parse_request,
+)
 
 IGNORED = (*WITHOUT_EFFECT, "stream_options", "prompt_cache_options")
 NEUTRAL = {
@@ -44,6 +52,11 @@ class _Item(BaseModel):
 
 
 class _Message(_Item):
+    model_config = ConfigDict(extra="forbid")
+    id: object = None
+    type: object = None
+    status: object = None
+    phase: object = None
     role: Literal["system", "developer", "user", "assistant"]
     content: Text
 
@@ -89,8 +102,14 @@ class _Choice(_Body):
     name: str
 
 
+def _as_chats(form: object) -> object:
+    if isinstance(form, dict) and form.get("type") == "json_schema":
+        return {"type": "json_schema", "json_schema": {name: form[name] for name in form if name != "type"}}
+    return form
+
+
 class _TextOptions(_Body):
-    format: dict[str, Any] = {"type": "text"}
+    format: Annotated[ResponseFormat, BeforeValidator(_as_chats)] = ResponseFormat(type="text")
     verbosity: str | None = None
 
 
@@ -125,16 +144,13 @@ class ResponsesRequest(_Body):
         """Return the same request of chat completions."""
         named = self.tool_choice
         choice = named if isinstance(named, str) else {"type": "function", "function": {"name": named.name}}
-        form = dict(self.text.format)
-        if form.get("type") == "json_schema":
-            form = {"type": form.pop("type"), "json_schema": form}
         return {
             "model": self.model,
             "messages": self._messages(),
             "tools": [{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in self.tools],
             "tool_choice": choice,
             "parallel_tool_calls": self.parallel_tool_calls,
-            "response_format": form,
+            "response_format": self.text.format.model_dump(),
             "reasoning_effort": self.reasoning.effort,
             "temperature": self.temperature,
             "top_p": self.top_p,

@@ -23,6 +23,11 @@ from mmrl.tasks.environments.base import Observation, Session, Source
 
 NO_TOOLS = ("reset", "get_reward")
 """Public methods that are no tools."""
+UNREADABLE = (
+    *("image", "image_url", "input_image", "audio", "audio_url", "input_audio"),
+    *("video", "video_url", "input_video"),
+)
+"""Types of parts of a message that are no texts."""
 MOST_ABANDONED = 32
 """Sessions that did not come back and still have a thread; with as many no further one is opened."""
 
@@ -231,8 +236,10 @@ def text_of(result: object, name: str) -> str:
     Raises:
         ProgramFailure: a part is an image.
     """
-    if not isinstance(result, list) or not result or not all(isinstance(p, dict) and "type" in p for p in result):
+    if not isinstance(result, list) or not result or not all(isinstance(part, dict) for part in result):
         return str(result)
-    if other := [part["type"] for part in result if part["type"] != "text"]:
+    if other := [part["type"] for part in result if part.get("type") in UNREADABLE]:
         raise ProgramFailure(f"{name} gave a part of type '{other[0]}', and mmrl's models read text alone")
-    return "\n".join(str(part.get("text", "")) for part in result)
+    # Records may have a field `type` too.
+    texts = all(part.get("type") == "text" and isinstance(part.get("text"), str) for part in result)
+    return "\n".join(part["text"] for part in result) if texts else str(result)

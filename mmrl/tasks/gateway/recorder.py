@@ -199,7 +199,7 @@ def _checked(parsed: ChatRequest, value: Any) -> Any:
     if choice == "none" and calls:
         raise ParseFailure("tool_choice is none, and the reply calls a tool")
     wanted = None if isinstance(choice, str) else choice["function"]["name"]
-    if parsed.tools and not calls and (wanted is not None or choice == "required"):
+    if not calls and (wanted is not None or choice == "required"):
         raise ParseFailure("tool_choice asks for a tool call, and the reply has none")
     if wanted is not None and any(call["function"]["name"] != wanted for call in calls):
         raise ParseFailure(f"tool_choice asks for {wanted}, and the reply calls something else")

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
-from mmrl.errors import ConfigError
+from mmrl.errors import ConfigError, ProgramFailure
 from mmrl.system.objects import register
 from mmrl.tasks.environments import classes
 from tests.helpers.gateway import named, one, rolled_out, tokenizer
@@ -289,6 +289,27 @@ def test_parts_of_a_message_are_its_texts() -> None:
     engine = actions(tool_call("parts"))
     one(environment_task(Bad), engine)
     assert "<tool_response>\none\ntwo\n</tool_response>" in engine.prompts[1]
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        [{"type": "book", "title": "x"}],
+        [{"type": "text", "title": "x"}],
+        [{"type": "text", "text": "a"}, {"type": "note", "text": "b"}],
+        [{"type": ["book"]}, {"type": None}],
+        [],
+    ],
+    ids=str,
+)
+def test_records_with_a_type_are_written_whole(result: Any) -> None:
+    assert classes.text_of(result, "find") == str(result)
+
+
+@pytest.mark.parametrize("kind", ["image", "image_url", "input_audio", "video"])
+def test_a_part_that_is_no_text_is_refused_beside_texts_too(kind: str) -> None:
+    with pytest.raises(ProgramFailure, match=f"find gave a part of type '{kind}', and mmrl's models read text alone"):
+        classes.text_of([{"type": "text", "text": "a"}, {"type": kind}], "find")
 
 
 def test_no_room_ends_an_episode() -> None:

@@ -177,7 +177,9 @@ def test_a_reply_of_another_form_than_was_asked_for_does_not_parse_and_is_the_mo
 )
 def test_tool_choice_is_what_a_reply_must_parse_as(choice, text, ok, called):
     async def work(asking):
-        reply = await asking.chat.completions.create(model="m", messages=ASK, tools=[SEARCH], tool_choice=choice)
+        other = {**SEARCH, "function": {**SEARCH["function"], "name": "other"}}
+        tools = [SEARCH, other]
+        reply = await asking.chat.completions.create(model="m", messages=ASK, tools=tools, tool_choice=choice)
         assert bool(reply.choices[0].message.tool_calls) == called
         return "0"
 
@@ -300,6 +302,11 @@ def test_without_a_rule_that_answers_nothing_is_counted():
         ({"provider": {"order": ["x"]}}, "provider: this server does not have it"),
         ({"logit_bias": {"5": 1}}, "logit_bias: this server does not have it"),
         ({"top_logprobs": 3}, "top_logprobs: this server does not have it"),
+        (
+            {"tools": [SEARCH], "tool_choice": {"type": "function", "function": {"name": "zz"}}},
+            "tool_choice: Value error, got 'zz', expected a tool of the request: search",
+        ),
+        ({"tool_choice": "required"}, "tool_choice: Value error, asks for a call of a tool, and the request has none"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": "x " * 5000}]}, "leaves no room"),
         (
@@ -412,7 +419,7 @@ def test_an_agent_of_anthropics_calls_tools_and_reads_streams():
     ]
     (delta,) = (event["delta"] for event in events if event["type"] == "content_block_delta")
     assert delta == {"type": "text_delta", "text": "It is a city."}
-    assert "a block of type 'image', and this model reads text alone" in refused[0]["error"]["message"]
+    assert "Input tag 'image' found" in refused[0]["error"]["message"]
 
 
 DEFAULTS = {
