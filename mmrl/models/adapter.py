@@ -172,7 +172,7 @@ def targets_of(model: PreTrainedModel, lora: LoraConfig) -> Targets:
     Raises:
         ConfigError: a name stands for nothing in the model, or for experts, with a dropout that peft does not have.
     """
-    linear, experts = _linear_layers(model), _experts(model)
+    linear, experts = _linear_layers(model), experts_of(model)
     no_dropout = bool(experts) and lora.dropout > 0
     if lora.everywhere:
         chosen = [name for name in linear if not (experts and _leaf(name) in ROUTERS)]
@@ -258,7 +258,7 @@ def _read_weights(classes: tuple[type, ...]) -> frozenset[str]:
     return frozenset(re.findall(r"self\.(\w+)\.weight\b(?!\.(?:dtype|device|shape)|\[)", code))
 
 
-def _experts(model: PreTrainedModel) -> list[str]:
+def experts_of(model: PreTrainedModel) -> list[str]:
     """Return the names of the experts' stacked weights, (experts, …, …)."""
     return [
         f"{name}.{own}"

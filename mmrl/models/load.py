@@ -235,6 +235,19 @@ def unknown_layers(causal: PreTrainedModel, more: tuple[str, ...] = ()) -> str |
     return None if rope in STATIC_ROPE else f"its position encoding '{rope}' depends on the length"
 
 
+def built(model: ModelConfig) -> PreTrainedModel:
+    """Return the causal language model that the config of `model` builds, on the meta device, whatever its weights are.
+
+    Raises:
+        ConfigError: as `load_model` by its config alone.
+    """
+    import torch
+
+    config, kind, _ = _prepared(model)
+    with quiet(), torch.device("meta"):
+        return cast("PreTrainedModel", kind(config))
+
+
 def _prepared(model: ModelConfig) -> tuple[PreTrainedConfig, Any, str]:
     """Return the config that a model is built from, its class, and its attention.
 

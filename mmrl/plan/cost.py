@@ -239,8 +239,8 @@ def memory(config: RlRunConfig, shape: Shape, load: Load, longest: float, device
         if trained and config.algo.epochs * config.algo.minibatches > 1:
             update["teacher's head"] = float(shape.vocab * shape.hidden * TRAINED_WIDTH)
     if processes > 1 and "weights" in SHARDED[config.hardware.sharding]:
-        outer = shape.parameters - shape.block_parameters
-        layers = shape.block_parameters * min(GATHERED_LAYERS, shape.layers) / shape.layers
+        outer = shape.parameters - shape.layer_parameters
+        layers = shape.layer_parameters * min(GATHERED_LAYERS, shape.layers) / shape.layers
         update["gathered layers"] = (layers + outer) * width
     engine = {} if config.hardware.rollout_devices else engine_memory(config, shape, load, device)
     if sleeps(config):
@@ -272,7 +272,7 @@ def engine_memory(config: RlRunConfig, shape: Shape, load: Load, device: Device)
         tokens = {"KV cache": load.prompt_unique + load.completion, "stored turns": load.continued}
         parts = {part: min(held / devices, most) * shape.kv_bytes(width) for part, held in tokens.items()}
         # Projections side by side: in float32 with an adapter added, so one copy for each, else one for all.
-        parts["fused weights"] = float(shape.block_parameters * width * (shape.adapters if width == 4 else 1))
+        parts["fused weights"] = float(shape.layer_parameters * width * (shape.adapters if width == 4 else 1))
         return {"KV cache": parts["KV cache"]} if engine.in_process.loop == "hf" else parts
     # Whole on each device that generates: mmrl's vLLM uses no tensor parallelism.
     copy = float(shape.parameters * width)
@@ -358,7 +358,7 @@ def generation_seconds(
         rows = load.calls / turns / devices
         context = (load.prompt + load.completion) / load.calls
         traffic = shape.parameters * width + rows * context * shape.kv_bytes(width)
-        arithmetic = 2.0 * shape.parameters * rows / device.flops
+        arithmetic = 2.0 * (shape.parameters - shape.idle) * rows / device.flops
         decode += load.decode_steps * (max(traffic / device.bandwidth, arithmetic) + floor)
     return {"prefill": 2.0 * shape.block_parameters * prompts / reach, "decode": decode}
 

@@ -1,20 +1,22 @@
-"""Sizes of a model without its weights: from its `config.json`, or from a table of the models in `conf/model`."""
+"""Sizes of a model without its weights: of what its `config.json` builds, or from a table of those in `conf/model`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from mmrl.config.schema import ALL_LINEAR, ModelConfig
 from mmrl.errors import ConfigError, refuse
-from mmrl.models.load import local_path
+from mmrl.models.adapter import experts_of, targets_of
+from mmrl.models.load import built, local_path
+from mmrl.models.report import quiet
 from mmrl.store.policy import gone_problems
-from mmrl.store.rundir import read_object
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A dense decoder with grouped-query attention and a gated MLP."""
+    """A decoder with grouped-query attention and a gated MLP, or one that costs as much."""
 
     layers: int
     hidden: int
@@ -22,9 +24,14 @@ class Shape:
     kv_heads: int
     head_dim: int
     intermediate: int
+    """The MLP's width; where a token is sent to some experts alone, that of these together."""
     vocab: int
     tied: bool = False
     """Input and output embeddings are one matrix."""
+    idle: int = 0
+    """Parameters of the experts that a token is not sent to."""
+    adapter_width: int | None = None
+    """Inputs and outputs of all that an adapter is put on, summed; None: by `projections`."""
     adapters: int = 1
     """Adapters that a run trains, with LoRA: one for all modules, or more with `model.modules`."""
     copies: int = 0
@@ -34,14 +41,19 @@ class Shape:
 
     @property
     def block_parameters(self) -> int:
-        """Parameters of the layers, which every token is multiplied with."""
+        """Parameters of the layers that a token is multiplied with."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.intermediate)
 
     @property
+    def layer_parameters(self) -> int:
+        """Number of parameters of the layers, norms left out."""
+        return self.block_parameters + self.idle
+
+    @property
     def parameters(self) -> int:
         """Number of parameters, norms left out."""
-        return self.block_parameters + self.vocab * self.hidden * (1 if self.tied else 2)
+        return self.layer_parameters + self.vocab * self.hidden * (1 if self.tied else 2)
 
     def kv_bytes(self, width: int) -> int:
         """Return the bytes of keys and values of one token at `width` bytes a number."""
@@ -54,7 +66,8 @@ class Shape:
 
     def lora_parameters(self, rank: int, targets: tuple[str, ...]) -> int:
         """Return the parameters of one LoRA adapter of `rank` on the projections `targets`."""
-        return self.layers * rank * sum(map(sum, self.adapted(targets)))
+        width = self.layers * sum(map(sum, self.adapted(targets))) if self.adapter_width is None else self.adapter_width
+        return rank * width
 
     def projections(self) -> dict[str, tuple[int, int]]:
         """Return name -> inputs and outputs of each linear layer of a decoder layer."""
@@ -91,15 +104,18 @@ KNOWN = {
 """Hub id -> shape, from the models' published `config.json`."""
 
 
+CHOSEN_EXPERTS = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
+"""Names that configs of transformers have for the number of experts that a token is sent to."""
+
+
 def shape_of(model: ModelConfig) -> Shape:
-    """Return the shape of a model: a folder's `config.json`, else the table.
+    """Return the shape of a model: of what a folder's `config.json` builds, else from the table.
 
     Raises:
-        ConfigError: a hub id that is not in the table and not on this machine.
+        ConfigError: a hub id that is not in the table and not on this machine; as `models.load.load_model`.
     """
-    config = Path(local_path(model.path)) / "config.json"
-    if config.is_file():
-        return read_shape(read_object(config), str(config))
+    if (Path(local_path(model.path)) / "config.json").is_file():
+        return built_shape(model)
     refuse(gone_problems("model.path", model.path))
     if model.path in KNOWN:
         return KNOWN[model.path]
@@ -109,24 +125,43 @@ def shape_of(model: ModelConfig) -> Shape:
     )
 
 
-def read_shape(content: dict[str, object], source: str) -> Shape:
-    """Return the shape from the fields of a Hugging Face `config.json`."""
+def built_shape(model: ModelConfig) -> Shape:
+    """Return the shape of the text part of the model that a config builds, counted without a number in it.
 
-    def number(name: str, default: int | None = None) -> int:
-        value = content.get(name, default)
-        if not isinstance(value, int) or value < 1:
-            raise ConfigError(f"model.path: {source} has no positive whole number '{name}', so its size is not known")
-        return value
+    Raises:
+        ConfigError: as `models.load.load_model` by its config and adapter alone.
+    """
+    from peft import get_peft_model
 
-    # `head_dim` is written only where it is not hidden / heads (Qwen3).
-    heads = number("num_attention_heads")
-    return Shape(
-        layers=number("num_hidden_layers"),
-        hidden=number("hidden_size"),
+    bare = built(model)
+    config: Any = bare.config.get_text_config()
+    of_layers = getattr(config, "per_layer_config", None) or [config]
+
+    def most(name: str) -> int:
+        return max(getattr(part, name, None) or 0 for part in of_layers)
+
+    outer = {bare.get_input_embeddings().weight, bare.get_output_embeddings().weight}
+    layers = sum(weight.numel() for weight in bare.get_decoder().parameters() if weight not in outer)
+    experts: list[Any] = [bare.get_parameter(name) for name in experts_of(bare)]  # each (experts, …, …)
+    chosen = next((getattr(config, name) for name in CHOSEN_EXPERTS if hasattr(config, name)), None)
+    heads = most("num_attention_heads")  # 0: no attention, no cache that grows
+    shape = Shape(
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
         heads=heads,
-        kv_heads=number("num_key_value_heads", heads),
-        head_dim=number("head_dim", number("hidden_size") // heads),
-        intermediate=number("intermediate_size"),
-        vocab=number("vocab_size"),
-        tied=bool(content.get("tie_word_embeddings", False)),
+        kv_heads=most("num_key_value_heads") or heads,
+        head_dim=most("head_dim") or config.hidden_size // max(1, heads),
+        intermediate=0,
+        vocab=config.vocab_size,
+        tied=len(outer) == 1,
+        idle=sum(weight.numel() // len(weight) * (len(weight) - (chosen or len(weight))) for weight in experts),
     )
+    # Whatever the layers are made of: as wide an MLP as costs what they do.
+    rest = layers - shape.layer_parameters
+    shape = replace(shape, intermediate=round(rest / (3 * shape.layers * shape.hidden)))
+    if (lora := model.lora) is None:
+        return shape
+    with quiet():
+        adapted = get_peft_model(bare, targets_of(bare, lora).peft_config(lora))
+    trained = sum(weight.numel() for weight in adapted.parameters() if weight.requires_grad)
+    return replace(shape, adapter_width=trained // lora.r)
