@@ -23,6 +23,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
+from yaml import MarkedYAMLError
 
 from mmrl.cli.arguments import CommandLine, CreditArguments
 from mmrl.cli.overrides import expand, force_override, parse, policy_words, read_line, value_text
@@ -32,6 +33,7 @@ from mmrl.config.validate import algo_section, as_tuples
 from mmrl.errors import ConfigError, gathered, refuse
 from mmrl.secrets import environment_value
 from mmrl.system.conf import conf_dir, user_dirs
+from mmrl.system.files import read_yaml
 
 Job = Callable[[Sequence[str]], float | None]
 """Runs one job of Hydra's, given its words."""
@@ -92,6 +94,11 @@ def _refusal(error: Exception) -> ConfigError:
         if isinstance(cause, KeyboardInterrupt):
             raise cause
         cause = cause.__context__
+    # which file it is, the first of its problems says alone
+    if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
+        with gathered(problems := list[str]()):
+            read_yaml(Path(error.problem_mark.name))
+        return ConfigError(problems)
     # OmegaConf's errors alone have one: where an interpolation stands
     key = getattr(error, "full_key", None)
     text = " ".join((str(error).splitlines() or [""])[0].split())

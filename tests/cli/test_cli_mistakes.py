@@ -111,6 +111,25 @@ MISTAKES = [
         "seed: given more than once",
         "experiment: given more than once",
     ),
+    (
+        "train model.lora={r:4,r:8} task.params={x:[{y:1,y:{z:1,z:2}}]} algo.distill={a:policy} algo.distill.a=initial",
+        "model.lora.r: given more than once",
+        "task.params.x.0.y: given more than once",
+        "task.params.x.0.y.z: given more than once",
+        "algo.distill.a: given more than once",
+    ),
+    ("train -m algo.distill={a:policy,a:x},{a:initial} seed=1", "algo.distill.a: given more than once"),
+    (
+        "train algo.distill.a=policy algo.distill=null train.lr=1 train={steps:3,lr:2}",
+        "algo.distill.a: given more than once",
+        "train.lr: given more than once",
+    ),
+    (
+        "train --config-dir . --cfg job --config-dir=nowhere -c full",
+        "--config-dir: given more than once",
+        "--config-dir: no folder 'nowhere'",
+        "--cfg: given more than once",
+    ),
     ("train -m train.lr=interval(0,1)", "train.lr=interval(0,1): an interval is for a sweeper that searches"),
     ("train -m hydra/launcher=1e3 seed=1,2", "these words cannot be composed (ValueError: "),
     (

@@ -106,6 +106,16 @@ def test_the_users_conf_folder_overlays_the_shipped_one(tmp_path, monkeypatch):
     assert config.algo.group_size == 7
 
 
+def test_a_config_file_that_cannot_be_read_is_named_with_the_line(tmp_path, monkeypatch, errors_of):
+    (tmp_path / "conf" / "algo").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "conf/algo/mine.yaml").write_text("name: grpo\nclip: 0.1\nclip: 0.2\nclip: 0.3\n")
+    (tmp_path / "conf/algo/other.yaml").write_text("name: grpo\nclip: [0.1\n")
+    lines = errors_of("train", "-m", "algo=mine,other").splitlines()
+    assert lines[:2] == [f"error: {tmp_path}/conf/algo/mine.yaml:{line}: clip: given more than once" for line in (3, 4)]
+    assert lines[2].startswith(f"error: {tmp_path}/conf/algo/other.yaml:3: cannot be read: not YAML (")
+
+
 def test_tiny_stands_for_the_shipped_model_that_plays_the_task():
     found = validate(EvalRunConfig, composed("eval", ["task=papillon", "++policy=tiny"]))
     assert (found.policy, found.model.path) == ("tiny_dspy", "tiny_dspy")
