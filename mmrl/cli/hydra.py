@@ -171,10 +171,7 @@ def credit_request(words: Sequence[str]) -> CreditRequest:
     line = read_line(words, command_keys=tuple(CreditArguments.model_fields))
     stray = {key for key in line.keys if key.partition(".")[0] not in ("algo", "plugins")}
     problems = [f"{key}: has no effect on mmrl credit" for key in [*line.switches, *sorted(stray)]]
-    try:
-        source = line.section(CreditArguments)
-    except ConfigError as error:
-        raise ConfigError([*problems, *error.problems]) from None
+    source = line.section(CreditArguments, problems)
     line = line.without(stray)
     # Output of packages at import is no part of the result, which may be JSON.
     with redirect_stdout(sys.stderr):

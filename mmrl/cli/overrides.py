@@ -204,8 +204,13 @@ def _left_out(override: Override, value: str | None, line: CommandLine, problems
     """True if Hydra must not see an override: no choice, or one that is not there (which is added to `problems`)."""
     key, choice = override.key_or_group, (value or "").strip("'\"")
     # `group@package=` puts a choice at another place of the config, which Hydra alone resolves.
-    if override.package is not None or override.is_delete():
+    if override.package is not None:
         return False
+    if override.is_delete():
+        needed = key in GROUPS and key != "experiment"
+        if needed:
+            problems.append(f"{key}: got no name, expected one of {', '.join(options(key, line.config_dir))}")
+        return needed
     if key not in GROUPS:
         # Hydra takes every folder of configs for a group, also those that other commands and choices read.
         if stray := not override.is_add() and options(key, line.config_dir):

@@ -238,7 +238,7 @@ def read_yaml(path: Path) -> object:
 
     repeated: list[str] = []
 
-    class Loader(yaml.SafeLoader):
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
         def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
             # Here and not where a mapping is made of it: by then `<<` has brought in the keys of another.
             node = super().compose_mapping_node(anchor)

@@ -6,6 +6,7 @@ import pytest
 
 from mmrl.cli import main
 from mmrl.errors import unknown
+from mmrl.system.conf import GROUPS
 
 LONG = "x" * 300
 MISTAKES = [
@@ -41,7 +42,33 @@ MISTAKES = [
     ("train task.retriever={name:remote,url:x}", "task.retriever.url: got 'x', expected http://HOST"),
     ("train engine.name=vlm", "engine.name: got 'vlm', expected 'auto', "),
     ("train engine=vllm_server hardware.processes=x", "hardware.processes: got 'x', expected"),
-    ("train ~algo", "algo: got no name, expected one of c3, ccpo, distill, dr_mas, gigpo, "),
+    *((f"train ~{group} seed=x", f"{group}: got no name, expected one of ", "seed: got 'x'") for group in GROUPS[:-1]),
+    (
+        "serve policy=nope engine=foo host=0.0.0.0 port=x",
+        "engine: got 'foo', expected one of auto, openai",
+        "host: got '0.0.0.0', which other machines reach",
+        "port: got 'x', expected integer",
+    ),
+    (
+        "compare algo=grpoo task=hotpotq seed=0,x,y train.stepz=3 rows=q",
+        "grpoo: algo: got 'grpoo', expected one of ",
+        "grpoo: task: got 'hotpotq', expected one of ",
+        "grpoo: train.stepz: unknown key",
+        "rows: got 'q', expected one of grpoo",
+        "seed: got 'x', expected integer",
+        "seed: got 'y', expected integer",
+    ),
+    ("compare set=mni jobs=0", "set: got 'mni', expected one of ", "jobs: got '0', expected greater than"),
+    (
+        "audit algo=grpoo examples=0 budgets=1,x task=hotpotq grop.algo.clip=1",
+        "algo: got 'grpoo', expected one of ",
+        "budgets: got 'x', expected integer",
+        "examples: got '0', expected greater than or equal to 2",
+        "grop.algo.clip: got 'grop', expected one of grpoo",
+        "task: got 'hotpotq', expected one of ",
+    ),
+    ("doctor examples=0 train.stepz=3", "examples: got '0', expected greater than", "train.stepz: unknown key"),
+    ("plan dry=-1 task=hotpotq", "dry: got '-1', expected greater than", "task: got 'hotpotq', expected one of "),
     ("train steps=10", "steps: unknown key; did you mean train.steps?"),
     ("train set=mini seed=x", "set: unknown key; a run is composed of task, algo, model, ", "seed: got 'x'"),
     ("eval policy=tiny limits=tiny", "limits: unknown key; a run is composed of task, algo, model, "),
