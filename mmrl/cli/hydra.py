@@ -29,7 +29,7 @@ from mmrl.cli.arguments import CommandLine, CreditArguments
 from mmrl.cli.overrides import expand, force_override, parse, policy_words, read_line, value_text
 from mmrl.commands.credit import CreditRequest
 from mmrl.config import AlgoConfig, RlRunConfig
-from mmrl.config.validate import algo_section, as_tuples
+from mmrl.config.validate import algo_section, as_tuples, has_free_keys
 from mmrl.errors import ConfigError, gathered, refuse
 from mmrl.secrets import environment_value
 from mmrl.system.conf import conf_dir, user_dirs
@@ -60,6 +60,11 @@ def composed(config_name: str, overrides: Sequence[str], config_dir: str | None 
     """
     try:
         sections = _sections(config_name, _composition(config_name, overrides, config_dir))
+        # Only now: the schema may be that of a plugin. Hydra alone would merge what is typed with what a file has.
+        mappings = [override.key_or_group for override in parse(overrides, []) if isinstance(override.value(), dict)]
+        if emptied := [f"++{key}=null" for key in mappings if has_free_keys(key)]:
+            overrides = [*emptied, *overrides]
+            sections = _sections(config_name, _composition(config_name, overrides, config_dir))
         if config_name == "eval" and (policy_overrides := policy_words(sections, overrides, config_dir)):
             sections = _sections(config_name, _composition(config_name, [*overrides, *policy_overrides], config_dir))
         return sections

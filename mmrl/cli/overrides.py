@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
@@ -22,7 +23,7 @@ from hydra.grammar.gen.OverrideParser import OverrideParser
 
 from mmrl.cli.arguments import CommandLine, find_repeated, sort_words
 from mmrl.config.base import in_quotes, iter_leaves, quoted_text, value_at
-from mmrl.config.validate import meant_keys
+from mmrl.config.validate import COLON, IN_A_NAME, meant_keys
 from mmrl.errors import ConfigError, refuse, unknown
 from mmrl.store.policy import model_of, prompts_of
 from mmrl.system.conf import GROUPS, options
@@ -116,7 +117,8 @@ def _repeated_within(node: ParserRuleContext, path: str) -> list[str]:
     children = [child for child in node.getChildren() if isinstance(child, ParserRuleContext)]
     if isinstance(node, OverrideParser.DictContainerContext):
         inner = [f"{path}.{pair.dictKey().getText().strip()}" for pair in children]
-        problems = find_repeated(inner)
+        colon = COLON if any(IN_A_NAME.match(pair.element().getText()) for pair in children) else ""
+        problems = [f"{problem}{colon}" for problem in find_repeated(inner)]
     else:
         problems = []
         numbered = isinstance(node, OverrideParser.ListContainerContext)
@@ -286,6 +288,10 @@ def refuse_beside_resume(line: CommandLine, *allowed: str) -> None:
         raise ConfigError(f"resume: a run continues with the config it was started with{exception}; remove {extra}")
 
 
+_NAME = re.compile(r"[\w/+.$%*@?|:=,(){}\[\] \t\\-]+", re.ASCII)
+"""Names in a mapping that Hydra's grammar can read, some characters behind a backslash."""
+
+
 def hydra_value(key: str, value: object) -> str:
     """Return a value in Hydra's grammar.
 
@@ -303,7 +309,11 @@ def hydra_value(key: str, value: object) -> str:
     if isinstance(value, str | os.PathLike):
         return quoted_text(os.fspath(value))
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{name}:{hydra_value(key, inner)}" for name, inner in value.items()) + "}"
+        if unfit := [name for name in map(str, value) if not _NAME.fullmatch(name)]:
+            raise ConfigError(f"{key}: got the name {unfit[0]!r}, which has no word; set it in a file of conf/")
+        names = [re.sub(r"([\\(){}\[\]:=, \t])", r"\\\1", str(name)) for name in value]
+        values = [hydra_value(key, inner) for inner in value.values()]
+        return "{" + ",".join(map(":".join, zip(names, values, strict=True))) + "}"
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
         return f"[{','.join(hydra_value(key, inner) for inner in value)}]"
     raise ConfigError(f"{key}: got a {type(value).__name__}, expected text, a number, true, false, None or a list")
