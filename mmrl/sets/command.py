@@ -6,6 +6,8 @@ was stopped.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shlex
 import shutil
 import sys
@@ -24,7 +26,7 @@ from mmrl.run.check import check_all
 from mmrl.run.settle import allocate
 from mmrl.sets.cells import SetResult
 from mmrl.sets.found import set_of_run_dirs
-from mmrl.sets.page import SetPage, redraw
+from mmrl.sets.page import SetPage, redraw, refuse_foreign
 from mmrl.sets.plan import TOP, Compose, Planner
 from mmrl.sets.queue import RunQueue, by_cell, run_state
 from mmrl.sets.spec import Column, Row, SetSpec
@@ -111,9 +113,15 @@ def _compare(request: SetRequest, compose: Compose) -> int:
         spec, typed, seeds = _spec_of_algorithms(request, keys), (), ()
     else:
         raise ConfigError("algo: missing, expected algorithms (algo=a,b), a set (set=NAME) or run directories")
-    name = keys.name or keys.set or "default"
+    name = keys.name or keys.set or _default_name(spec, keys.algo, request.config_dir)
     planner = Planner(spec, compose, typed, typed, config_dir=request.config_dir)
     return run_set(request, name, planner, seeds, TOP / name)
+
+
+def _default_name(spec: SetSpec, algos: Sequence[str], config_dir: str | None) -> str:
+    """Return the name of a comparison that was given none: the same for the same one, another for any other."""
+    compared = json.dumps([spec.model_dump(mode="json"), config_dir])
+    return f"{'-'.join(algos).replace('+', '-')[:60]}-{hashlib.sha256(compared.encode()).hexdigest()[:8]}"
 
 
 def _by_step(problem: str, words: Sequence[str]) -> str:
@@ -156,6 +164,7 @@ def _compare_runs(request: SetRequest, keys: SetKeys) -> int:
         result = set_of_run_dirs(keys.name or (paths[0].resolve().name if one_folder else "runs"), runs)
     result = replace(result, command=typed_command(request))
     out = keys.out or (paths[0] if one_folder else allocate(TOP, keys.name or f"{datetime.now():%Y-%m-%d_%H-%M-%S}"))
+    refuse_foreign(Path(out))
     _show(SetPage(result), Path(out))
     return 0
 
@@ -199,6 +208,7 @@ def run_set(
     # The page of a selection, or of other settings, must not overwrite the page of the whole set.
     part = keys.rows or keys.columns or seeds or any(run.other for run in plan.queue)
     out = Path(keys.out) if keys.out else folder / ("selected" if part else "")
+    refuse_foreign(out)
     if keys.do == "show":
         _show(page(plan), out)
         return 0
