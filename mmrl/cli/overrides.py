@@ -14,11 +14,11 @@ from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from typing import NoReturn
 
-from antlr4 import ParserRuleContext
+from antlr4 import CommonTokenStream, InputStream, ParserRuleContext
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
-from hydra.grammar.gen.OverrideLexer import CommonTokenStream, InputStream, OverrideLexer
+from hydra.grammar.gen.OverrideLexer import OverrideLexer
 from hydra.grammar.gen.OverrideParser import OverrideParser
 
 from mmrl.cli.arguments import CommandLine, find_repeated, sort_words
@@ -107,7 +107,7 @@ def parse(texts: Sequence[str], problems: list[str]) -> list[Override]:
             quoted = f"; in quotes: {shlex.quote(f'{key}={in_quotes(value)}')}" if quotable else ""
             problems.append(f"{text}: not an override that can be read ({str(error).splitlines()[0]}){quoted}")
         else:
-            tree = OverrideParser(CommonTokenStream(OverrideLexer(InputStream(text)))).override()
+            tree = OverrideParser(CommonTokenStream(OverrideLexer(InputStream(text)))).override()  # type: ignore[no-untyped-call]
             problems += _repeated_within(tree, key_of(text))
     return parsed
 
