@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from mmrl import run
 from mmrl.config import EvalRunConfig, RootConfig, StageConfig, validate
 from mmrl.config.base import iter_leaves
+from mmrl.config.validate import has_free_keys
 from mmrl.errors import ENDED, ConfigError, MmrlError
 from mmrl.store.policy import resolve
 from mmrl.store.rundir import RunDir, step_of
@@ -42,7 +43,7 @@ def words_of(*words: str, **settings: object) -> list[str]:
     # the `name` of a group's mapping is the choice of that group, also below the name of a step
     choices = tuple(f".{group}.name" for group in GROUPS)
     said = [*words]
-    for key, value in iter_leaves(settings):
+    for key, value in iter_leaves(settings, whole=has_free_keys):
         key = key.removesuffix(".name") if f".{key}".endswith(choices) else key
         value = os.fspath(value) if isinstance(value, os.PathLike) else value
         # Hydra does not read `from`.

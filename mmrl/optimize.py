@@ -152,8 +152,8 @@ class MMRL(Teleprompter):
         names = [_register_again(given, path) for path in begun] or [self._register(given)]
         shared = self._words(given, names[0])
         read_line(shared)  # a key that is given twice
-        steps = words_of_steps(shared, [*dict.fromkeys(algos)])
         problems: list[str] = []
+        steps = words_of_steps(shared, [*dict.fromkeys(algos)], None, problems)
         configs: list[StageConfig] = []
         for algo in algos:
             with gathered(problems):

@@ -7,6 +7,7 @@ a pydantic section; the others give them to `mmrl.cli.configs`.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -74,9 +75,26 @@ class CommandLine:
         """The config keys and groups that the user set, in order."""
         return tuple(override.key_or_group for override in self.overrides)
 
-    def section(self, schema: type[SectionT]) -> SectionT:
-        """Return the command's own keys (`from` is the config's); raises `ConfigError` as `section_of`."""
-        return section_of(schema, {key: value for key, value in self.command_keys.items() if key != "from"})
+    def section(self, schema: type[SectionT], problems: list[str]) -> SectionT:
+        """Return the command's own keys (`from` is the config's), those that are wrong left out.
+
+        Args:
+            problems: what is wrong is added, to be refused together with what is wrong in the config.
+
+        Raises:
+            ConfigError: every problem, where there is no section without the wrong keys.
+        """
+        texts = {key: value for key, value in self.command_keys.items() if key != "from"}
+        wrong: list[str] = []
+        with gathered(wrong):
+            return section_of(schema, texts)
+        problems += wrong
+        named = {problem.partition(":")[0] for problem in wrong}
+        try:
+            return section_of(schema, {key: text for key, text in texts.items() if key not in named})
+        except ConfigError as error:
+            others = [problem for problem in error.problems if problem.partition(":")[0] not in named]
+            raise ConfigError([*problems, *others]) from None
 
     def without(self, keys: Collection[str]) -> CommandLine:
         """Return a copy without the overrides of `keys`."""
@@ -89,6 +107,12 @@ class ShowArguments(Section):
     run_dir: str
     example: str | None = None
     step: int | None = Field(None, ge=0)
+
+
+class DoctorArguments(Section):
+    """`mmrl doctor`, beside a config."""
+
+    examples: int = Field(8, ge=1, description="training examples that are played")
 
 
 class CreditArguments(Section):
@@ -133,7 +157,8 @@ def section_of(schema: type[SectionT], texts: Mapping[str, str]) -> SectionT:
         # Not strictly: what was typed is text, which pydantic turns into the field's type.
         return schema.model_validate({key: _value(schema, key, text) for key, text in texts.items()}, strict=False)
     except ValidationError as error:
-        raise ConfigError(explain(schema, error)) from None
+        # Of a list a value is named by its text: its number is no key that was typed.
+        raise ConfigError(re.sub(r"^(\w+)\.\d+:", r"\1:", problem) for problem in explain(schema, error)) from None
 
 
 def find_repeated(keys: Sequence[str]) -> list[str]:

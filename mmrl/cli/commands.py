@@ -225,7 +225,9 @@ def compare(context: typer.Context) -> int:
 
     keys, single = tuple(command.SetKeys.model_fields), "mmrl compare, which takes lists as they are: seed=0,1"
     line = overrides.read_line(context.args, command_keys=keys, names=True, single=single)
-    request = command.SetRequest(line.names, line.section(command.SetKeys), line.words, line.config_dir)
+    problems: list[str] = []
+    section = line.section(command.SetKeys, problems)
+    request = command.SetRequest(line.names, section, line.words, line.config_dir, problems=problems)
     return command.compare(request, configs.set_config)
 
 
@@ -293,12 +295,14 @@ def audit(context: typer.Context) -> None:
     from mmrl.cli import configs, overrides
 
     line = overrides.read_line(context.args, command_keys=tuple(AuditKeys.model_fields), single="mmrl audit")
-    keys = line.section(AuditKeys)
+    problems: list[str] = []
+    keys = line.section(AuditKeys, problems)
     from mmrl.commands.audit import audit as run_audit
     from mmrl.sets.words import as_typed
 
     try:
-        run_audit(configs.audit_configs(line, keys.algo, keys.policy), keys, ["mmrl", "audit", *context.args])
+        rows = configs.audit_configs(line, keys.algo, keys.policy, problems)
+        run_audit(rows, keys, ["mmrl", "audit", *context.args])
     except ConfigError as error:
         raise ConfigError(as_typed(problem, line.words, keys.algo) for problem in error.problems) from error
 
@@ -352,8 +356,7 @@ def serve(context: typer.Context) -> None:
     from mmrl.commands.serve import ServeArguments, serve_policy
 
     line = overrides.read_line(context.args, command_keys=tuple(ServeArguments.model_fields), single="mmrl serve")
-    arguments = line.section(ServeArguments)
-    (config,) = configs.eval_configs(line)
+    config, arguments = configs.with_section(line, ServeArguments, configs.eval_configs)
     serve_policy(config, arguments)
 
 
@@ -398,8 +401,8 @@ def plan(context: typer.Context, as_json: JsonFlag = False) -> None:
     from mmrl.commands.plan import PlanArguments, planned
 
     line = overrides.read_line(context.args, command_keys=("from", *PlanArguments.model_fields), single="mmrl plan")
-    (config,) = configs.train_configs(line)
-    print(planned(config, line.section(PlanArguments), as_json=as_json))
+    config, arguments = configs.with_section(line, PlanArguments, configs.train_configs)
+    print(planned(config, arguments, as_json=as_json))
 
 
 @app.command(**SETTINGS, options_metavar="[KEY=VALUE ...] [examples=N]")
@@ -422,10 +425,11 @@ def doctor(context: typer.Context, as_json: JsonFlag = False) -> int:
       mmrl doctor task=dspy task.program=mine:Answerer task.metric=mine:metric --json
     """
     from mmrl.cli import configs, overrides
+    from mmrl.cli.arguments import DoctorArguments
     from mmrl.config import RlRunConfig
 
     line = overrides.read_line(context.args, command_keys=("from", "examples"), single="mmrl doctor")
-    (config,) = configs.train_configs(line)
+    config, arguments = configs.with_section(line, DoctorArguments, configs.train_configs)
     if not isinstance(config, RlRunConfig):
         raise ConfigError(f"algo: got {config.algo.name}, and mmrl doctor looks at one stage of reinforcement learning")
     from mmrl.run.check import check_all
@@ -438,11 +442,9 @@ def doctor(context: typer.Context, as_json: JsonFlag = False) -> int:
         examine_model(config, as_json=as_json)
         return 0
     # only now: it loads what draws and counts, and a typing mistake need not wait
-    from mmrl.commands.doctor import DoctorArguments
     from mmrl.commands.doctor import doctor as examine
 
-    examples = line.section(DoctorArguments).examples
-    return examine(config, examples, as_json=as_json)
+    return examine(config, arguments.examples, as_json=as_json)
 
 
 app.add_typer(

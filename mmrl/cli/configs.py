@@ -7,17 +7,17 @@ words --read_line--> overrides --expand--> jobs --composed--> sections --inherit
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from omegaconf import OmegaConf
 
-from mmrl.cli.arguments import CommandLine
+from mmrl.cli.arguments import CommandLine, SectionT
 from mmrl.cli.hydra import composed, through_hydra
 from mmrl.cli.overrides import expand, key_of, read_line
-from mmrl.config import EvalRunConfig, RlRunConfig, StageConfig, Typed, stage_schema, validate
+from mmrl.config import EvalRunConfig, RlRunConfig, RootConfig, StageConfig, Typed, stage_schema, validate
 from mmrl.config.base import value_at
 from mmrl.config.validate import CHOICES
 from mmrl.errors import gathered, refuse
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mmrl.sets.sweep import Job
 
 Command = Literal["train", "eval"]
+ConfigT = TypeVar("ConfigT", bound=RootConfig)
 
 
 def train_configs(line: CommandLine) -> list[StageConfig]:
@@ -91,16 +92,38 @@ def set_config(command: Command, words: Sequence[str], config_dir: str | None) -
     return configured(words, config_dir)
 
 
-def audit_configs(line: CommandLine, algos: Sequence[str], policy: str | None) -> list[RlRunConfig]:
-    """Return the config of each row of `mmrl audit`: that of a training run by the algorithm, from a run's policy.
+def with_section(
+    line: CommandLine, schema: type[SectionT], configs: Callable[[CommandLine], Sequence[ConfigT]]
+) -> tuple[ConfigT, SectionT]:
+    """Return the config of a command for one run, and its own keys.
 
     Raises:
-        ConfigError: every problem of all rows, each once; an algorithm that gives no credit.
+        ConfigError: every problem of both.
     """
     problems: list[str] = []
+    with gathered(problems):
+        section = line.section(schema, wrong := [])
+        refuse(wrong)
+    with gathered(problems):
+        (config,) = configs(line)
+    refuse(problems)
+    return config, section
+
+
+def audit_configs(
+    line: CommandLine, algos: Sequence[str], policy: str | None, problems: list[str]
+) -> list[RlRunConfig]:
+    """Return the config of each row of `mmrl audit`: that of a training run by the algorithm, from a run's policy.
+
+    Args:
+        problems: those of the command's own keys.
+
+    Raises:
+        ConfigError: these, and every problem of all rows, each once; an algorithm that gives no credit.
+    """
     rows: list[StageConfig] = []
     start = [] if policy is None else [f"from={policy}"]
-    for words in words_of_steps(line.words, algos, line.config_dir).values():
+    for words in words_of_steps(line.words, algos, line.config_dir, problems).values():
         with gathered(problems):
             rows.append(configured([*words, *start], line.config_dir))
     problems = [re.sub("^from(?=: )", "policy", problem) for problem in problems]

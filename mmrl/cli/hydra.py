@@ -23,15 +23,17 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
+from yaml import MarkedYAMLError
 
 from mmrl.cli.arguments import CommandLine, CreditArguments
 from mmrl.cli.overrides import expand, force_override, parse, policy_words, read_line, value_text
 from mmrl.commands.credit import CreditRequest
 from mmrl.config import AlgoConfig, RlRunConfig
-from mmrl.config.validate import algo_section, as_tuples
+from mmrl.config.validate import algo_section, as_tuples, has_free_keys
 from mmrl.errors import ConfigError, gathered, refuse
 from mmrl.secrets import environment_value
 from mmrl.system.conf import conf_dir, user_dirs
+from mmrl.system.files import read_yaml
 
 Job = Callable[[Sequence[str]], float | None]
 """Runs one job of Hydra's, given its words."""
@@ -58,6 +60,11 @@ def composed(config_name: str, overrides: Sequence[str], config_dir: str | None 
     """
     try:
         sections = _sections(config_name, _composition(config_name, overrides, config_dir))
+        # Only now: the schema may be that of a plugin. Hydra alone would merge what is typed with what a file has.
+        mappings = [override.key_or_group for override in parse(overrides, []) if isinstance(override.value(), dict)]
+        if emptied := [f"++{key}=null" for key in mappings if has_free_keys(key)]:
+            overrides = [*emptied, *overrides]
+            sections = _sections(config_name, _composition(config_name, overrides, config_dir))
         if config_name == "eval" and (policy_overrides := policy_words(sections, overrides, config_dir)):
             sections = _sections(config_name, _composition(config_name, [*overrides, *policy_overrides], config_dir))
         return sections
@@ -92,6 +99,11 @@ def _refusal(error: Exception) -> ConfigError:
         if isinstance(cause, KeyboardInterrupt):
             raise cause
         cause = cause.__context__
+    # which file it is, the first of its problems says alone
+    if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
+        with gathered(problems := list[str]()):
+            read_yaml(Path(error.problem_mark.name))
+        return ConfigError(problems)
     # OmegaConf's errors alone have one: where an interpolation stands
     key = getattr(error, "full_key", None)
     text = " ".join((str(error).splitlines() or [""])[0].split())
@@ -164,10 +176,7 @@ def credit_request(words: Sequence[str]) -> CreditRequest:
     line = read_line(words, command_keys=tuple(CreditArguments.model_fields))
     stray = {key for key in line.keys if key.partition(".")[0] not in ("algo", "plugins")}
     problems = [f"{key}: has no effect on mmrl credit" for key in [*line.switches, *sorted(stray)]]
-    try:
-        source = line.section(CreditArguments)
-    except ConfigError as error:
-        raise ConfigError([*problems, *error.problems]) from None
+    source = line.section(CreditArguments, problems)
     line = line.without(stray)
     # Output of packages at import is no part of the result, which may be JSON.
     with redirect_stdout(sys.stderr):

@@ -8,18 +8,22 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from typing import NoReturn
 
+from antlr4 import CommonTokenStream, InputStream, ParserRuleContext
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
+from hydra.grammar.gen.OverrideLexer import OverrideLexer
+from hydra.grammar.gen.OverrideParser import OverrideParser
 
 from mmrl.cli.arguments import CommandLine, find_repeated, sort_words
-from mmrl.config.base import in_quotes, quoted_text, value_at
-from mmrl.config.validate import meant_keys
+from mmrl.config.base import in_quotes, iter_leaves, quoted_text, value_at
+from mmrl.config.validate import COLON, IN_A_NAME, meant_keys
 from mmrl.errors import ConfigError, refuse, unknown
 from mmrl.store.policy import model_of, prompts_of
 from mmrl.system.conf import GROUPS, options
@@ -34,8 +38,8 @@ class _Flags(argparse.ArgumentParser):
 
 FLAGS = _Flags(add_help=False, allow_abbrev=False)
 FLAGS.add_argument("-m", "--multirun", action="store_true")
-FLAGS.add_argument("--config-dir", "-cd")
-FLAGS.add_argument("--cfg", "-c", choices=["job", "full"])
+FLAGS.add_argument("--config-dir", "-cd", action="append", default=[])
+FLAGS.add_argument("--cfg", "-c", action="append", default=[], choices=["job", "full"])
 NO_ROW = ("experiment=null", "experiment=")
 """The default, which Hydra has no words for: it takes null for no choice at all."""
 
@@ -56,15 +60,16 @@ def read_line(
         ConfigError: every word that cannot be read.
     """
     flags, rest = FLAGS.parse_known_args(words)
+    config_dir, prints = flags.config_dir[0] if flags.config_dir else None, flags.cfg[0] if flags.cfg else ""
     positional, settings, unknown_flags = sort_words(rest)
     problems = [] if names else [f"{name}: expected key=value" for name in positional]
+    problems += find_repeated(["--config-dir"] * len(flags.config_dir) + ["--cfg"] * len(flags.cfg))
     for flag in unknown_flags:
         suggestion = meant_keys(flag.partition("=")[0].lstrip("-").replace("-", "_"))
         hint = f"{suggestion} Keys are typed as KEY=VALUE" if suggestion else ""
         problems.append(f"{flag.partition('=')[0]}: unknown flag{hint} (known: -m, --config-dir, --cfg job|full)")
     # Not Path's own test, which raises for a name that is too long.
-    if flags.config_dir is not None and not os.path.isdir(flags.config_dir):
-        problems.append(f"--config-dir: no folder '{flags.config_dir}'")
+    problems += [f"--config-dir: no folder '{folder}'" for folder in flags.config_dir if not os.path.isdir(folder)]
     # Own keys are taken out before Hydra parses: a path or a list of names need not be valid Hydra grammar.
     command_pairs = [text.partition("=")[::2] for text in settings if text.partition("=")[0] in command_keys]
     problems += find_repeated([key for key, _ in command_pairs])
@@ -72,11 +77,11 @@ def read_line(
     overrides = parse([text for text in texts if text not in NO_ROW], problems)
     if once:
         # `~key` takes something out, and what is put in its place may have the same name.
-        keys = [override.get_key_element().lstrip("+") for override in overrides if not override.is_delete()]
-        problems += find_repeated([*keys, *("experiment" for text in texts if text in NO_ROW)])
-    prints = flags.cfg or ""
+        keys = [key for override in overrides if not override.is_delete() for key in _set_by(override)]
+        within = [key for key in keys if any(key.startswith(f"{other}.") for other in {*keys} - {*GROUPS})]
+        problems += find_repeated([*keys, *within, *("experiment" for text in texts if text in NO_ROW)])
     line = CommandLine(
-        tuple(overrides), dict(command_pairs), tuple(positional), flags.multirun, flags.config_dir, tuple(words), prints
+        tuple(overrides), dict(command_pairs), tuple(positional), flags.multirun, config_dir, tuple(words), prints
     )
     idle = ("hydra.run.", "hydra.mode.") if line.multirun else ("hydra.", "hydra/")
     problems += [
@@ -90,7 +95,7 @@ def read_line(
 
 
 def parse(texts: Sequence[str], problems: list[str]) -> list[Override]:
-    """Parse each text with Hydra; texts that it cannot read are added to `problems`."""
+    """Parse each text with Hydra; texts that it cannot read, and keys that one has twice, are added to `problems`."""
     # Word by word: the parser stops at the first word that it cannot read, and all of them are to be named.
     parser, parsed = OverridesParser.create(), []
     for text in texts:
@@ -101,7 +106,32 @@ def parse(texts: Sequence[str], problems: list[str]) -> list[Override]:
             quotable = sign and value[:1] not in ("[", "{", "(", "'", '"')
             quoted = f"; in quotes: {shlex.quote(f'{key}={in_quotes(value)}')}" if quotable else ""
             problems.append(f"{text}: not an override that can be read ({str(error).splitlines()[0]}){quoted}")
+        else:
+            tree = OverrideParser(CommonTokenStream(OverrideLexer(InputStream(text)))).override()  # type: ignore[no-untyped-call]
+            problems += _repeated_within(tree, key_of(text))
     return parsed
+
+
+def _repeated_within(node: ParserRuleContext, path: str) -> list[str]:
+    """Return a sentence for each key that a mapping of a parsed override has twice: Hydra's values keep the last."""
+    children = [child for child in node.getChildren() if isinstance(child, ParserRuleContext)]
+    if isinstance(node, OverrideParser.DictContainerContext):
+        inner = [f"{path}.{pair.dictKey().getText().strip()}" for pair in children]
+        colon = COLON if any(IN_A_NAME.match(pair.element().getText()) for pair in children) else ""
+        problems = [f"{problem}{colon}" for problem in find_repeated(inner)]
+    else:
+        problems = []
+        numbered = isinstance(node, OverrideParser.ListContainerContext)
+        inner = [f"{path}.{number}" if numbered else path for number in range(len(children))]
+    return problems + [
+        text for child, key in zip(children, inner, strict=True) for text in _repeated_within(child, key)
+    ]
+
+
+def _set_by(override: Override) -> Sequence[str]:
+    """Return the key that an override sets, or those in its mapping."""
+    value, key = override.value(), override.get_key_element().lstrip("+")
+    return [path for path, _ in iter_leaves({key: value})] if isinstance(value, Mapping) else [key]
 
 
 def key_of(word: str) -> str:
@@ -176,8 +206,13 @@ def _left_out(override: Override, value: str | None, line: CommandLine, problems
     """True if Hydra must not see an override: no choice, or one that is not there (which is added to `problems`)."""
     key, choice = override.key_or_group, (value or "").strip("'\"")
     # `group@package=` puts a choice at another place of the config, which Hydra alone resolves.
-    if override.package is not None or override.is_delete():
+    if override.package is not None:
         return False
+    if override.is_delete():
+        needed = key in GROUPS and key != "experiment"
+        if needed:
+            problems.append(f"{key}: got no name, expected one of {', '.join(options(key, line.config_dir))}")
+        return needed
     if key not in GROUPS:
         # Hydra takes every folder of configs for a group, also those that other commands and choices read.
         if stray := not override.is_add() and options(key, line.config_dir):
@@ -253,6 +288,10 @@ def refuse_beside_resume(line: CommandLine, *allowed: str) -> None:
         raise ConfigError(f"resume: a run continues with the config it was started with{exception}; remove {extra}")
 
 
+_NAME = re.compile(r"[\w/+.$%*@?|:=,(){}\[\] \t\\-]+", re.ASCII)
+"""Names in a mapping that Hydra's grammar can read, some characters behind a backslash."""
+
+
 def hydra_value(key: str, value: object) -> str:
     """Return a value in Hydra's grammar.
 
@@ -270,7 +309,11 @@ def hydra_value(key: str, value: object) -> str:
     if isinstance(value, str | os.PathLike):
         return quoted_text(os.fspath(value))
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{name}:{hydra_value(key, inner)}" for name, inner in value.items()) + "}"
+        if unfit := [name for name in map(str, value) if not _NAME.fullmatch(name)]:
+            raise ConfigError(f"{key}: got the name {unfit[0]!r}, which has no word; set it in a file of conf/")
+        names = [re.sub(r"([\\(){}\[\]:=, \t])", r"\\\1", str(name)) for name in value]
+        values = [hydra_value(key, inner) for inner in value.values()]
+        return "{" + ",".join(map(":".join, zip(names, values, strict=True))) + "}"
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
         return f"[{','.join(hydra_value(key, inner) for inner in value)}]"
     raise ConfigError(f"{key}: got a {type(value).__name__}, expected text, a number, true, false, None or a list")

@@ -9,11 +9,9 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from pydantic import Field
 from rich.console import Console
 
 from mmrl.config import RlRunConfig
-from mmrl.config.base import Section
 from mmrl.report.doctor import Probe, as_object, find, report
 from mmrl.run.build import build_task, check_model
 from mmrl.run.checkup import examined
@@ -23,12 +21,6 @@ from mmrl.run.settle import settle
 from mmrl.run.start import started
 from mmrl.stages.step_log import StepLog
 from mmrl.system.files import dumps, plain
-
-
-class DoctorArguments(Section):
-    """Arguments of `mmrl doctor` beside a config."""
-
-    examples: int = Field(8, ge=1, description="training examples that are played")
 
 
 def doctor(config: RlRunConfig, examples: int, *, as_json: bool) -> int:

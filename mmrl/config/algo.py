@@ -271,8 +271,8 @@ class C3Config(GroupConfig):
     name: Literal["c3"]
     fanout: dict[str, int] | None = Field(
         None,
-        description="module or module:invocation (from 0): samples of that call; null: 2 of each module's first, "
-        "group_size of the last module's",
+        description="module or module:invocation (from 0; typed {a\\:1: 3}): samples of that call; null: 2 of each "
+        "module's first, group_size of the last module's",
     )
     group_size: int = Field(4, ge=2, le=MOST_SAMPLES, description="samples of the last module's first call")
     max_leaves: int = Field(

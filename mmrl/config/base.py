@@ -235,11 +235,17 @@ def value_at(sections: object, path: str) -> object:
     return value
 
 
-def iter_leaves(sections: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the dotted paths of a mapping of mappings, and their values; an empty mapping is a value."""
+def iter_leaves(
+    sections: Mapping[str, object], prefix: str = "", whole: Callable[[str], bool] = lambda path: False
+) -> Iterator[tuple[str, object]]:
+    """Yield the dotted paths of a mapping of mappings, and their values.
+
+    Args:
+        whole: tells by its path which mapping is a value, as an empty one is.
+    """
     for key, value in sections.items():
-        if isinstance(value, Mapping) and value:
-            yield from iter_leaves(value, f"{prefix}{key}.")
+        if isinstance(value, Mapping) and value and not whole(f"{prefix}{key}"):
+            yield from iter_leaves(value, f"{prefix}{key}.", whole)
         else:
             yield f"{prefix}{key}", value
 

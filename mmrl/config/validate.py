@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -30,6 +30,9 @@ CHOICES: Mapping[str, Mapping[str, type[BaseModel]]] = {
 """Sections whose `name` picks their schema."""
 _UNFIT = re.compile(r"(?<!\\)(\\\\)*\\(ud[89a-f]|x00)")
 """A lone surrogate or a NUL, as `repr` writes it."""
+IN_A_NAME = re.compile(r"\s*\w+: ")
+"""What Hydra reads as a value of the name before the first colon."""
+COLON = r"; a colon in a name is typed \:"
 
 
 def validate(schema: type[ConfigT], raw: Mapping[str, object], *, stored: bool = False) -> ConfigT:
@@ -169,7 +172,8 @@ def explain(schema: type[BaseModel], error: ValidationError, raw: Mapping[str, o
             wanted = (
                 item["msg"].removeprefix("Input should be ").removeprefix("a valid ").replace("String should ", "to ")
             )
-            sentences.append(f"{path}: got {quote_value(item['input'])}, expected {words.get(kind, wanted)}")
+            colon = COLON if IN_A_NAME.match(str(item["input"])) else ""
+            sentences.append(f"{path}: got {quote_value(item['input'])}, expected {words.get(kind, wanted)}{colon}")
     return sentences
 
 
@@ -232,6 +236,29 @@ def _fields_at(schema: type[BaseModel], location: Iterable[str], raw: Mapping[st
         elif part in schema.model_fields:  # else a key of a mapping of sections, or a number in a list of them
             schema = next(sections_of(schema.model_fields[part].annotation), schema)
     return [field.alias or name for name, field in schema.model_fields.items()]
+
+
+def has_free_keys(path: str) -> bool:
+    """True for a key whose value is a mapping with names of the user's own: `algo.distill`, `task.environment`."""
+    kinds: list[Any] = [RlRunConfig]
+    parts = path.split(".")
+    for depth, part in enumerate(parts, start=1):
+        kinds = [*CHOICES.get(".".join(parts[: depth - 1]), {}).values()] or kinds
+        kinds = [below for kind in kinds for below in _annotations_below(kind, part)]
+    return any(_mappings_in(kind) for kind in kinds)
+
+
+def _annotations_below(annotation: Any, key: str) -> Iterator[Any]:
+    """Yield what a key may hold in a value of some type: a field of a section, or the values of a mapping."""
+    for kind in sections_of(annotation):
+        if key in kind.model_fields:
+            yield kind.model_fields[key].annotation
+    yield from (get_args(mapping)[1] for mapping in _mappings_in(annotation))
+
+
+def _mappings_in(annotation: Any) -> list[Any]:
+    own = [annotation] if get_origin(annotation) is dict else []
+    return own or [mapping for argument in get_args(annotation) for mapping in _mappings_in(argument)]
 
 
 def sections_of(annotation: object) -> Iterator[type[BaseModel]]:

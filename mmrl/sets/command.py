@@ -6,11 +6,13 @@ was stopped.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shlex
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,7 +26,7 @@ from mmrl.run.check import check_all
 from mmrl.run.settle import allocate
 from mmrl.sets.cells import SetResult
 from mmrl.sets.found import set_of_run_dirs
-from mmrl.sets.page import SetPage, redraw
+from mmrl.sets.page import SetPage, redraw, refuse_foreign
 from mmrl.sets.plan import TOP, Compose, Planner
 from mmrl.sets.queue import RunQueue, by_cell, run_state
 from mmrl.sets.spec import Column, Row, SetSpec
@@ -78,6 +80,8 @@ class SetRequest:
     """Settings of every run, as typed."""
     config_dir: str | None
     command: Sequence[str] = ("mmrl", "compare")
+    problems: list[str] = field(default_factory=list)
+    """Those of `keys`, to be refused with those of the runs."""
 
 
 def compare(request: SetRequest, compose: Compose) -> int:
@@ -86,6 +90,14 @@ def compare(request: SetRequest, compose: Compose) -> int:
     Raises:
         ConfigError: every problem of the words, the file or the runs' configs; nothing has started.
     """
+    try:
+        return _compare(request, compose)
+    except ConfigError as error:
+        problems = dict.fromkeys([*request.problems, *error.problems])
+        raise ConfigError(_by_step(problem, request.overrides) for problem in problems) from None
+
+
+def _compare(request: SetRequest, compose: Compose) -> int:
     keys = request.keys
     assert isinstance(keys, SetKeys)
     if request.names:
@@ -101,12 +113,15 @@ def compare(request: SetRequest, compose: Compose) -> int:
         spec, typed, seeds = _spec_of_algorithms(request, keys), (), ()
     else:
         raise ConfigError("algo: missing, expected algorithms (algo=a,b), a set (set=NAME) or run directories")
-    name = keys.name or keys.set or "default"
+    name = keys.name or keys.set or _default_name(spec, keys.algo, request.config_dir)
     planner = Planner(spec, compose, typed, typed, config_dir=request.config_dir)
-    try:
-        return run_set(request, name, planner, seeds, TOP / name)
-    except ConfigError as error:
-        raise ConfigError(_by_step(problem, request.overrides) for problem in error.problems) from None
+    return run_set(request, name, planner, seeds, TOP / name)
+
+
+def _default_name(spec: SetSpec, algos: Sequence[str], config_dir: str | None) -> str:
+    """Return the name of a comparison that was given none: the same for the same one, another for any other."""
+    compared = json.dumps([spec.model_dump(mode="json"), config_dir])
+    return f"{'-'.join(algos).replace('+', '-')[:60]}-{hashlib.sha256(compared.encode()).hexdigest()[:8]}"
 
 
 def _by_step(problem: str, words: Sequence[str]) -> str:
@@ -120,7 +135,9 @@ def _by_step(problem: str, words: Sequence[str]) -> str:
 def _spec_of_algorithms(request: SetRequest, keys: SetKeys) -> SetSpec:
     """Return the set of `algo=A,B+C task=T,U`: a row for the policy after each step."""
     algos, tasks = keys.algo, keys.task
-    steps = words_of_steps(request.overrides, [*dict.fromkeys("+".join(algos).split("+"))], request.config_dir)
+    steps = words_of_steps(
+        request.overrides, [*dict.fromkeys("+".join(algos).split("+"))], request.config_dir, request.problems
+    )
     rows: dict[str, Row] = {}
     for names in (algo.split("+") for algo in algos):
         for position, step in enumerate(names):
@@ -137,9 +154,8 @@ def _compare_runs(request: SetRequest, keys: SetKeys) -> int:
     """Show finished or running runs side by side."""
     stray = [key for key in keys.model_fields_set if key not in ("name", "out")]
     stray += [word.partition("=")[0] for word in request.overrides]
-    if stray:
-        says = "has no effect on runs that are there; leave it or the run directories out"
-        raise ConfigError(f"{key}: {says}" for key in stray)
+    says = "has no effect on runs that are there; leave it or the run directories out"
+    refuse([*request.problems, *(f"{key}: {says}" for key in stray)])
     paths = [Path(path) for path in dict.fromkeys(request.names)]
     runs = find_runs(paths)
     # A folder of runs is a set with the folder's name; single run directories have no common name.
@@ -148,6 +164,7 @@ def _compare_runs(request: SetRequest, keys: SetKeys) -> int:
         result = set_of_run_dirs(keys.name or (paths[0].resolve().name if one_folder else "runs"), runs)
     result = replace(result, command=typed_command(request))
     out = keys.out or (paths[0] if one_folder else allocate(TOP, keys.name or f"{datetime.now():%Y-%m-%d_%H-%M-%S}"))
+    refuse_foreign(Path(out))
     _show(SetPage(result), Path(out))
     return 0
 
@@ -171,24 +188,27 @@ def run_set(
         page: of the planner's kind of result.
     """
     keys, spec = request.keys, planner.spec
-    problems: list[str] = []
+    problems = [*request.problems]
     rows = _selected("rows", keys.rows, [row for row, method in spec.rows.items() if method.shown], problems)
     columns = _selected("columns", keys.columns, [*spec.columns], problems)
     if any(word.lstrip("+").startswith("run.dir=") for word in request.overrides):
         problems.append("run.dir: a set has a directory for each run; leave it out")
-    refuse(problems)
     launcher = shlex.split(keys.through or "")
     # Side by side on this machine; a scheduler gives each run what it asks for.
     threads = any(is_below(word, ("hardware.threads",)) for word in request.overrides)
     single = ["hardware.threads=1"] if keys.jobs > 1 and not launcher and not threads else []
     planner.overrides = [*single, *planner.overrides]
-    plan = replace(planner.plan(name, rows, columns, seeds), command=typed_command(request), settings=request.overrides)
+    with gathered(problems):
+        plan = planner.plan(name, rows, columns, seeds)
+    refuse(problems)
+    plan = replace(plan, command=typed_command(request), settings=request.overrides)
     if keys.do == "plan":
         print(_plan_text(plan, f"{keys.through} " if launcher else ""))
         return 0
     # The page of a selection, or of other settings, must not overwrite the page of the whole set.
     part = keys.rows or keys.columns or seeds or any(run.other for run in plan.queue)
     out = Path(keys.out) if keys.out else folder / ("selected" if part else "")
+    refuse_foreign(out)
     if keys.do == "show":
         _show(page(plan), out)
         return 0
@@ -215,7 +235,8 @@ def _selected(key: str, text: str | None, names: Sequence[str], problems: list[s
     folded = [name.casefold() for name in names]
     parts = [text] if text.casefold() in folded else [part.strip() for part in text.strip("[]").split(",")]
     problems += [unknown(key, part, names) for part in parts if part.casefold() not in folded]
-    return [name for name in names if name.casefold() in [part.casefold() for part in parts]]
+    # one at least, by which the other words are judged
+    return [name for name in names if name.casefold() in [part.casefold() for part in parts]] or [*names[:1]]
 
 
 def _run(

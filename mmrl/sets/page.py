@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import pandas
 
-from mmrl.errors import without_codes
+from mmrl.errors import ConfigError, without_codes
 from mmrl.report.html import rendered
 from mmrl.report.stats import duration, fixed, short, signed
 from mmrl.report.tables import Rows, interval, markdown
@@ -38,6 +38,8 @@ from mmrl.system.files import JsonObject, atomic_write, dumps
 ValueT = TypeVar("ValueT", bound=Value)
 WIDTH = 120
 """Columns of paragraphs in a terminal."""
+OURS = "set.json"
+"""File that a page's folder has first of all."""
 MARK = " *"
 """Beside what was made with other settings than the set's."""
 AGAINST = (
@@ -319,9 +321,9 @@ class SetPage:
         latex = pandas.DataFrame(ours, columns=places).to_latex(index=False, escape=True)
         head = "".join(f"% {name}: {text}\n" for name, text in self.result.head.items())
         files: dict[str, str | bytes] = {
+            OURS: dumps(self.content, indent=1) + "\n",
             "set.html": self.html(),
             "set.md": self.markdown(),
-            "set.json": dumps(self.content, indent=1) + "\n",
             "set.csv": pandas.DataFrame(cells, columns=names).to_csv(index=False),
             "set.tex": head + latex,
             **(self.figure.files if self.figure else {}),
@@ -330,6 +332,14 @@ class SetPage:
         for name, data in files.items():
             atomic_write(folder / name, data)
         return [folder / name for name in files]
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Raise `ConfigError` for a folder with files of a page's names that no page has written."""
+    names = ("set.html", "set.md", "set.csv", "set.tex", "figure.svg", "figure.png")
+    files = [path for name in names if (path := folder / name).exists()]
+    if files and not (folder / OURS).is_file():
+        raise ConfigError(f"out: {files[0]} is no page's, and one would overwrite it; name another folder, or move it")
 
 
 def redraw(page: Callable[[], SetPage], folder: Path) -> None:

@@ -22,12 +22,18 @@ def _flat(raw: object) -> object:
     """Flatten a list of words and of lists of words (YAML anchors)."""
     if not isinstance(raw, tuple | list):
         return raw
+    lists = [part for part in raw if isinstance(part, tuple | list)]
+    own = [part for part in raw if not isinstance(part, tuple | list)]
     words = [word for part in raw for word in (part if isinstance(part, tuple | list) else [part])]
     malformed = [
         text for text in map(str, words) if not (text.partition("=")[0].strip() and ("=" in text or text[0] == "~"))
     ]
     if malformed:
         raise ValueError(f"got {', '.join(malformed)}, expected KEY=VALUE")
+    # What a list takes up of others (anchors) it may set otherwise.
+    keys = [[text.partition("=")[0].lstrip("+") for text in map(str, part) if text[0] != "~"] for part in (own, *lists)]
+    if repeated := [key for part in keys for key in dict.fromkeys(part) if part.count(key) > 1]:
+        raise ValueError(f"got {', '.join(repeated)} more than once")
     return tuple(words)
 
 

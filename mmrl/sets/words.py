@@ -99,36 +99,41 @@ def words_of(
     return later_wins([*words, *said(method), *overrides])
 
 
-def words_of_steps(words: Sequence[str], steps: Sequence[str], config_dir: str | None = None) -> dict[str, list[str]]:
+def words_of_steps(
+    words: Sequence[str], steps: Sequence[str], config_dir: str | None, problems: list[str]
+) -> dict[str, list[str]]:
     """Return the overrides of each step of `algo=A+B`: those of all steps, and its own (`A.KEY=VALUE`), which win.
 
     Keys about weights that are typed for all hold for the steps that train some, where there are any.
 
+    Args:
+        steps: names of algorithms; a wrong one is refused with its config.
+        problems: every key of no step, or that all share, is added.
+
     Raises:
-        ConfigError: a name that is no algorithm; every key of no step, or that all share.
+        ConfigError: a step without a name (`algo=A+`), which no row can have.
     """
     choices, sections = options("algo", config_dir), RlRunConfig.model_fields
-    refuse(unknown("algo", step, choices) for step in steps if step not in choices)
+    refuse(unknown("algo", step, choices) for step in steps if not step)
     shared: list[str] = []
     own: dict[str, list[str]] = {step: [] for step in steps}
-    problems: list[str] = []
     for word in words:
         typed = word.lstrip("+~").partition("=")[0]
         step, _, key = typed.partition(".")
         if step not in own:
-            shared.append(word)
             # A section's name before another's is no key: a step that is misspelt.
-            misspelt = step not in sections and key.partition(".")[0] in sections
-            problems += [unknown(typed, step, own)] if step in choices or misspelt else []
-            continue
-        if key in ("algo", "algo.name"):
+            if step in choices or (step not in sections and key.partition(".")[0] in sections):
+                problems.append(unknown(typed, step, own))
+            else:
+                shared.append(word)
+        elif key in ("algo", "algo.name"):
             problems.append(f"{typed}: a step is its algorithm, which algo= names")
         elif key == "run.dir":
             problems.append(f"{typed}: a set has a directory for each run; leave it out")
         elif key == "task" or (is_below(key, SHARED) and key != "eval.every"):
             problems.append(f"{typed}: is the same for all; type {key}= or leave it out")
-        own[step].append(word.replace(f"{step}.", "", 1))
-    refuse(problems)
+        else:
+            own[step].append(word.replace(f"{step}.", "", 1))
     training = {step: "train" in stage_schema(step).model_fields for step in steps}
     return {
         step: later_wins(

@@ -232,12 +232,25 @@ def read_yaml(path: Path) -> object:
     """Read a YAML file.
 
     Raises:
-        DataError: it cannot be read, or is not YAML; names the file and the line.
+        DataError: it cannot be read, is not YAML, or has a key twice; names the file and the line.
     """
     import yaml  # here: `mmrl credit` of a file reads none
 
+    repeated: list[str] = []
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+            # Here and not where a mapping is made of it: by then `<<` has brought in the keys of another.
+            node = super().compose_mapping_node(anchor)
+            seen: set[tuple[str, str]] = set()
+            for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"):
+                if (key.tag, key.value) in seen:
+                    repeated.append(f"{path}:{key.start_mark.line + 1}: {key.value}: given more than once")
+                seen.add((key.tag, key.value))
+            return node
+
     try:
-        content: object = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content: object = yaml.load(path.read_text(encoding="utf-8"), Loader)
         values = _written_out(content, {})
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}{similar(path)}") from None
@@ -248,6 +261,8 @@ def read_yaml(path: Path) -> object:
         reason = getattr(error, "problem", None) or " ".join(str(error).split()).partition(' in "<unicode string>"')[0]
         line = f":{mark.line + 1}" if mark else ""
         raise DataError(f"{path}{line}: cannot be read: not YAML ({reason or type(error).__name__})") from None
+    if repeated:
+        raise DataError(repeated)
     if values > MOST_VALUES:
         raise DataError(f"{path}: cannot be read: more than {MOST_VALUES:,} values once its aliases are written out")
     return content

@@ -49,7 +49,8 @@ def _dispatch(words: Sequence[str]) -> int:
     program = shlex.join(COMMAND)
     single = f"{program}, which takes lists as they are: seed=0,1"
     line = overrides.read_line(words, command_keys=tuple(TableKeys.model_fields), names=True, single=single)
-    keys = line.section(TableKeys)
+    problems: list[str] = []
+    keys = line.section(TableKeys, problems)
     if len(line.names) > 1:
         raise ConfigError(f"table: got {len(line.names)} names, expected one")
     if not line.names:
@@ -70,7 +71,7 @@ def _dispatch(words: Sequence[str]) -> int:
         typed=line.words,
         config_dir=line.config_dir,
     )
-    request = SetRequest(line.names, keys, line.words, line.config_dir, COMMAND)
+    request = SetRequest(line.names, keys, line.words, line.config_dir, COMMAND, problems)
     return run_set(request, name, planner, keys.seed, TOP / name / scale, TablePage)
 
 

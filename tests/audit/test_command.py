@@ -256,7 +256,7 @@ REFUSED = [
     ("algo=grpo continuations=1", "continuations: got '1', expected greater than or equal to 2"),
     ("algo=grpo batches=2", "batches: got '2', expected greater than or equal to 3"),
     ("algo=grpo batches=8 budgets=1,4", "budgets: got 4, of which batches=8 has 2", "expected batches=12 or more"),
-    ("algo=grpo budgets=0", "budgets.0: got '0', expected greater than or equal to 1", ""),
+    ("algo=grpo budgets=0", "budgets: got '0', expected greater than or equal to 1", ""),
     ("algo=", "algo: got [], expected at least 1", ""),
     ("algo=grpo budgets=2,3", "budgets: got 2,3, expected each to be a multiple of the one before"),
     ("algo=grpo reference=40", "reference: got 40, expected a multiple of 16, at least 32"),

@@ -6,6 +6,7 @@ import pytest
 
 from mmrl.cli import main
 from mmrl.errors import unknown
+from mmrl.system.conf import GROUPS
 
 LONG = "x" * 300
 MISTAKES = [
@@ -41,7 +42,33 @@ MISTAKES = [
     ("train task.retriever={name:remote,url:x}", "task.retriever.url: got 'x', expected http://HOST"),
     ("train engine.name=vlm", "engine.name: got 'vlm', expected 'auto', "),
     ("train engine=vllm_server hardware.processes=x", "hardware.processes: got 'x', expected"),
-    ("train ~algo", "algo: got no name, expected one of c3, ccpo, distill, dr_mas, gigpo, "),
+    *((f"train ~{group} seed=x", f"{group}: got no name, expected one of ", "seed: got 'x'") for group in GROUPS[:-1]),
+    (
+        "serve policy=nope engine=foo host=0.0.0.0 port=x",
+        "engine: got 'foo', expected one of auto, openai",
+        "host: got '0.0.0.0', which other machines reach",
+        "port: got 'x', expected integer",
+    ),
+    (
+        "compare algo=grpoo task=hotpotq seed=0,x,y train.stepz=3 rows=q",
+        "grpoo: algo: got 'grpoo', expected one of ",
+        "grpoo: task: got 'hotpotq', expected one of ",
+        "grpoo: train.stepz: unknown key",
+        "rows: got 'q', expected one of grpoo",
+        "seed: got 'x', expected integer",
+        "seed: got 'y', expected integer",
+    ),
+    ("compare set=mni jobs=0", "set: got 'mni', expected one of ", "jobs: got '0', expected greater than"),
+    (
+        "audit algo=grpoo examples=0 budgets=1,x task=hotpotq grop.algo.clip=1",
+        "algo: got 'grpoo', expected one of ",
+        "budgets: got 'x', expected integer",
+        "examples: got '0', expected greater than or equal to 2",
+        "grop.algo.clip: got 'grop', expected one of grpoo",
+        "task: got 'hotpotq', expected one of ",
+    ),
+    ("doctor examples=0 train.stepz=3", "examples: got '0', expected greater than", "train.stepz: unknown key"),
+    ("plan dry=-1 task=hotpotq", "dry: got '-1', expected greater than", "task: got 'hotpotq', expected one of "),
     ("train steps=10", "steps: unknown key; did you mean train.steps?"),
     ("train set=mini seed=x", "set: unknown key; a run is composed of task, algo, model, ", "seed: got 'x'"),
     ("eval policy=tiny limits=tiny", "limits: unknown key; a run is composed of task, algo, model, "),
@@ -110,6 +137,25 @@ MISTAKES = [
         "train seed=1 ++seed=2 experiment=null experiment=mine",
         "seed: given more than once",
         "experiment: given more than once",
+    ),
+    (
+        "train model.lora={r:4,r:8} task.params={x:[{y:1,y:{z:1,z:2}}]} algo.distill={a:policy} algo.distill.a=initial",
+        "model.lora.r: given more than once",
+        "task.params.x.0.y: given more than once",
+        "task.params.x.0.y.z: given more than once",
+        "algo.distill.a: given more than once",
+    ),
+    ("train -m algo.distill={a:policy,a:x},{a:initial} seed=1", "algo.distill.a: given more than once"),
+    (
+        "train algo.distill.a=policy algo.distill=null train.lr=1 train={steps:3,lr:2}",
+        "algo.distill.a: given more than once",
+        "train.lr: given more than once",
+    ),
+    (
+        "train --config-dir . --cfg job --config-dir=nowhere -c full",
+        "--config-dir: given more than once",
+        "--config-dir: no folder 'nowhere'",
+        "--cfg: given more than once",
     ),
     ("train -m train.lr=interval(0,1)", "train.lr=interval(0,1): an interval is for a sweeper that searches"),
     ("train -m hydra/launcher=1e3 seed=1,2", "these words cannot be composed (ValueError: "),

@@ -8,6 +8,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 
+import mmrl
 from mmrl.algorithms import ALGORITHMS
 from mmrl.cli import main
 from mmrl.cli.arguments import sort_words
@@ -24,6 +25,7 @@ from mmrl.config import (
 from mmrl.config.base import path_override
 from mmrl.config.prompts import PROMPT_SCHEMAS
 from mmrl.config.sft import SFT
+from mmrl.errors import ConfigError
 from mmrl.system.conf import GROUPS, conf_dir, options
 from tests.helpers.lines import refused
 
@@ -104,6 +106,54 @@ def test_the_users_conf_folder_overlays_the_shipped_one(tmp_path, monkeypatch):
     assert config.train.lr == 3e-4
     config = configured(["algo=mine"], str(tmp_path / "conf"))
     assert config.algo.group_size == 7
+
+
+def test_a_typed_mapping_of_free_names_is_all_there_is(tmp_path):
+    (tmp_path / "algo").mkdir()
+    (tmp_path / "algo/mine.yaml").write_text("defaults: [grpo]\ndistill: {rewriter: policy, answerer: initial}\n")
+
+    def distill(*words, **settings):
+        config: Any = mmrl.compose("algo=mine", *words, config_dir=tmp_path, **settings)
+        return config.algo.distill
+
+    both, initial = {"rewriter": "policy", "answerer": "initial"}, {"rewriter": "initial"}
+    assert distill() == both and distill("algo.distill.rewriter=initial") == both | initial
+    assert distill("algo.distill={rewriter: initial}") == initial == distill(algo={"distill": initial})
+    assert distill("algo.distill.reranker=policy", "algo.distill={rewriter: initial}") == initial | {
+        "reranker": "policy"
+    }
+    lora: Any = mmrl.compose("model.lora={r: 8, alpha: 32}", model={"lora": {"dropout": 0.5}})
+    assert (lora.model.lora.r, lora.model.lora.alpha, lora.model.lora.dropout) == (8, 32, 0.5)
+
+
+def test_a_name_with_a_colon_a_comma_or_a_space_is_typed_behind_a_backslash():
+    def fanout(*words, **settings):
+        config: Any = mmrl.compose("algo=c3", *words, **settings)
+        return config.algo.fanout
+
+    assert fanout("algo.fanout={agent: 2, agent\\:1: 3}") == {"agent": 2, "agent:1": 3}
+    for names in ({"agent": 2, "agent:1": 3}, {"a b, c": 2, "d\\e(": 3}):
+        assert fanout(**{"algo.fanout": names}) == names
+    assert fanout(algo={"fanout": {1: 2}}) == {"1": 2}
+    for text, says in [
+        ("{a:1: 3}", "a: got '1: 3', expected"),
+        ("{a: 2, a:1: 3}", "a: given more than once; a colon in"),
+    ]:
+        with pytest.raises(ConfigError, match=r"a colon in a name is typed \\:$") as caught:
+            fanout(f"algo.fanout={text}")
+        assert says in str(caught.value)
+    with pytest.raises(ConfigError, match=r"algo\.fanout: got the name 'é', which has no word"):
+        fanout(**{"algo.fanout": {"é": 2}})
+
+
+def test_a_config_file_that_cannot_be_read_is_named_with_the_line(tmp_path, monkeypatch, errors_of):
+    (tmp_path / "conf" / "algo").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "conf/algo/mine.yaml").write_text("name: grpo\nclip: 0.1\nclip: 0.2\nclip: 0.3\n")
+    (tmp_path / "conf/algo/other.yaml").write_text("name: grpo\nclip: [0.1\n")
+    lines = errors_of("train", "-m", "algo=mine,other").splitlines()
+    assert lines[:2] == [f"error: {tmp_path}/conf/algo/mine.yaml:{line}: clip: given more than once" for line in (3, 4)]
+    assert lines[2].startswith(f"error: {tmp_path}/conf/algo/other.yaml:3: cannot be read: not YAML (")
 
 
 def test_tiny_stands_for_the_shipped_model_that_plays_the_task():

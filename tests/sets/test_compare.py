@@ -17,6 +17,25 @@ from mmrl.store.rundir import RunDir
 
 COMPARE = ["compare", "algo=mhgpo_fof,mhgpo_rr", "task=hotpotqa", "seed=0,1", "name=x", "train.steps=2"]
 FEW = [word.replace("seed=0,1", "seed=0") for word in COMPARE]
+
+
+def test_each_comparison_has_a_folder_of_its_own_and_takes_no_file_of_others(calls, errors_of):
+    same = ["compare", "algo=mhgpo_fof,grpo", "seed=0", "train.steps=2"]
+
+    def folders():
+        return {path.name for path in Path("outputs/sets").glob("*") if (path / "set.json").is_file()}
+
+    assert main(same) == 0 and main(same) == 0 and len(first := folders()) == 1
+    assert main([*same[:3], "train.steps=1"]) == 0 and len(folders() - first) == 1
+    assert all(name.startswith("mhgpo_fof-grpo-") for name in folders()) and len(calls()) == 4
+    Path("mine").mkdir()
+    Path("mine/figure.svg").write_text("mine")
+    assert "out: mine/figure.svg is no page's, and one would overwrite it" in errors_of(*same[:2], "seed=1", "out=mine")
+    runs = [str(path.parent) for path in Path("outputs/sets/runs").rglob("config.yaml")]
+    assert "out: mine/figure.svg is no page's" in errors_of("compare", *runs, "out=mine")
+    assert calls() == [] and os.listdir("mine") == ["figure.svg"]
+
+
 ROOT = Path("outputs/sets/runs/hotpotqa")
 
 

@@ -60,6 +60,11 @@ def test_the_shipped_sets_run_every_task_of_the_mini_world_and_every_algorithm()
         ("shows: x\nrows: {a: {from: b}, b: {from: a}}", "rows.a.from: a starts from b starts from a"),
         ("shows: x\nrows: {a: {from: c}}", "rows.a.from: got 'c'"),
         ("shows: x\nrows: {a: {train: [algo]}}", "rows.a.train: got algo, expected KEY=VALUE"),
+        ("shows: x\nrows:\n  a: [algo=ppo]\n  a: [algo=grpo]", "mine.yaml:4: a: given more than once"),
+        (
+            "shows: x\nset: [&words [seed=1, seed=2], seed=3, x=1, +x=2]\nrows: {a: {}}",
+            "set: got x, seed more than once",
+        ),
         (
             "shows: x\nrows: {a: {}}\nscores: {EM: em}",
             "scores: for tables of papers, which python -m scripts.papers NAME runs",
@@ -73,6 +78,11 @@ def test_a_malformed_set_is_refused_with_its_name(text, says, tmp_path):
         read_set(SetSpec, "mine", set_folders(str(tmp_path)), str(tmp_path))
     assert "mine" in str(caught.value) or "nowhere" in str(caught.value)
     assert says in str(caught.value), str(caught.value)
+
+
+def test_a_list_of_words_sets_those_otherwise_that_it_takes_up():
+    spec = SetSpec.model_validate({"shows": "x", "set": [["a=1", "b=1"], "~b", "b=2", "a=2"], "rows": {"r": {}}})
+    assert spec.set == ("a=1", "b=1", "~b", "b=2", "a=2")
 
 
 def test_an_experiment_that_is_not_there_names_its_file(capsys):

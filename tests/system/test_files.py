@@ -51,6 +51,22 @@ def test_a_yaml_file_that_cannot_be_read_is_named(text, tmp_path):
         read_yaml(tmp_path / "config.yaml")
 
 
+def test_a_key_of_a_yaml_file_is_given_once_whatever_a_merge_brings_in(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text("a: &a {x: 1, 'y': 2}\nb: &b {<<: *a, x: 3}\nc: {<<: *b, y: 4}\nd: {1: x, '1': y}\n")
+    assert read_yaml(path) == {
+        "a": {"x": 1, "y": 2},
+        "b": {"x": 3, "y": 2},
+        "c": {"x": 3, "y": 4},
+        "d": {1: "x", "1": "y"},
+    }
+    path.write_text(path.read_text() + "e:\n  x: 1\n  x: {1: x, 1: y}\na: 2\n")
+    with pytest.raises(DataError) as caught:
+        read_yaml(path)
+    lines = [(7, 1), (7, "x"), (8, "a")]
+    assert caught.value.problems == [f"{path}:{line}: {key}: given more than once" for line, key in lines]
+
+
 @pytest.mark.parametrize("last", ["[*a7,*a7]", "[*a8]"], ids=["growing", "of itself"])
 def test_aliases_that_grow_are_refused_before_anything_is_made_of_them(last, tmp_path):
     lines = ["a0: &a0 [" + ",".join("x" * 10) + "]"]
