@@ -78,7 +78,9 @@ def read_line(
     if once:
         # `~key` takes something out, and what is put in its place may have the same name.
         keys = [key for override in overrides if not override.is_delete() for key in _set_by(override)]
-        within = [key for key in keys if any(key.startswith(f"{other}.") for other in {*keys} - {*GROUPS})]
+        # `model=hf model.path=…`, also below the name of a step: the choice of a group, and a key of it
+        whole = [f"{key}." for key in keys if key.rpartition(".")[2] not in GROUPS]
+        within = [key for key in keys if key.startswith(tuple(whole))]
         problems += find_repeated([*keys, *within, *("experiment" for text in texts if text in NO_ROW)])
     line = CommandLine(
         tuple(overrides), dict(command_pairs), tuple(positional), flags.multirun, config_dir, tuple(words), prints

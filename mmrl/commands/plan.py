@@ -130,10 +130,10 @@ def make_plan(config: RlRunConfig, request: PlanArguments) -> Plan:
     examples = (0 if lengths or recorded or not has_weights else 4) if request.dry is None else request.dry
     if examples and not has_weights:
         raise ConfigError(f"dry: the weights of {config.model.path} are not on this machine; leave dry out, or dry=0")
-    shape = shape_of(config.model)
     # Counting from lengths needs the program, not the data: those of the mini world stand in for what is not here.
     task = build_task(config.task if examples else on_mini_world(config.task), config.seed)
     # From here on with torch, which takes seconds to load.
+    shape = shape_of(config.model)
     settled = settle(config, kind, planned=True).config
     device = _device(settled.hardware, request.device, settled.model.matmul)
     problems = plan_problems(settled, task)

@@ -158,10 +158,10 @@ def test_what_has_changed_since_is_evaluated(first, random_model, tmp_path, caps
 
 
 def test_code_that_may_have_changed_evaluates(first, random_model, tmp_path, capsys, monkeypatch):
-    (tmp_path / "mine.py").touch()
+    (tmp_path / "code_of_before.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    message = evaluates(first, random_model, tmp_path / "run", capsys, "plugins=[mine]")
-    assert "plugins=mine is code that may have changed" in message
+    message = evaluates(first, random_model, tmp_path / "run", capsys, "plugins=[code_of_before]")
+    assert "plugins=code_of_before is code that may have changed" in message
 
 
 def planned(words, path, seed=0):
