@@ -101,8 +101,9 @@ def with_section(
         ConfigError: every problem of both.
     """
     problems: list[str] = []
+    wrong: list[str] = []
     with gathered(problems):
-        section = line.section(schema, wrong := [])
+        section = line.section(schema, wrong)
         refuse(wrong)
     with gathered(problems):
         (config,) = configs(line)

@@ -146,8 +146,8 @@ def make_plan(config: RlRunConfig, request: PlanArguments) -> Plan:
     shape = replace(shape, teachers=tuple(_teachers(config)))
     lora, sizes = config.model.lora, shape.projections()
     # Without their sizes the plan would count no adapter there and promise too little memory.
-    unknown_sizes = lora is not None and not lora.everywhere and shape.adapter_width is None
-    if unknown_sizes and (invalid := [name for name in lora.targets if name not in sizes]):
+    named = lora.targets if lora is not None and not lora.everywhere and shape.adapter_width is None else ()
+    if invalid := [name for name in named if name not in sizes]:
         targets = f"got {', '.join(invalid)}; mmrl plan knows the sizes of {', '.join(sizes)} alone"
         problems.append(f"model.lora.targets: {targets}")
     if examples and examples > (train_size := len(task.examples("train"))):

@@ -1,6 +1,7 @@
 """Sizes of models that others made, against what their makers publish and what is built of them."""
 
 import json
+from typing import Any
 
 import pytest
 from peft import get_peft_model
@@ -30,25 +31,24 @@ def shape(folder, config, lora=None):
     return shape_of(ModelConfig(name="hf", path=str(folder), lora=lora))
 
 
+QWEN3_30B: dict[str, Any] = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "vocab_size": 151936,
+}
+
+
 @pytest.mark.parametrize(
     ("config", "billions", "active"),
     [
         # Their model cards: all, and those that a token is multiplied with, input embeddings left out.
-        (
-            Qwen3MoeConfig(
-                hidden_size=2048,
-                num_hidden_layers=48,
-                num_attention_heads=32,
-                num_key_value_heads=4,
-                head_dim=128,
-                moe_intermediate_size=768,
-                num_experts=128,
-                num_experts_per_tok=8,
-                vocab_size=151936,
-            ),
-            30.5,
-            3.0,
-        ),
+        (Qwen3MoeConfig(**QWEN3_30B), 30.5, 3.0),
         (MixtralConfig(), 46.7, 12.7),
         (GptOssConfig(), 116.8, 5.1),
         (DeepseekV3Config(), 671.0, 36.6),
