@@ -22,7 +22,7 @@ from hydra.grammar.gen.OverrideLexer import OverrideLexer
 from hydra.grammar.gen.OverrideParser import OverrideParser
 
 from mmrl.cli.arguments import CommandLine, find_repeated, sort_words
-from mmrl.config.base import in_quotes, iter_leaves, quoted_text, value_at
+from mmrl.config.base import in_quotes, quoted_text, value_at
 from mmrl.config.validate import COLON, IN_A_NAME, meant_keys
 from mmrl.errors import ConfigError, refuse, unknown
 from mmrl.store.policy import model_of, prompts_of
@@ -77,11 +77,8 @@ def read_line(
     overrides = parse([text for text in texts if text not in NO_ROW], problems)
     if once:
         # `~key` takes something out, and what is put in its place may have the same name.
-        keys = [key for override in overrides if not override.is_delete() for key in _set_by(override)]
-        # `model=hf model.path=…`, also below the name of a step: the choice of a group, and a key of it
-        whole = [f"{key}." for key in keys if key.rpartition(".")[2] not in GROUPS]
-        within = [key for key in keys if key.startswith(tuple(whole))]
-        problems += find_repeated([*keys, *within, *("experiment" for text in texts if text in NO_ROW)])
+        keys = [override.get_key_element().lstrip("+") for override in overrides if not override.is_delete()]
+        problems += find_repeated([*keys, *("experiment" for text in texts if text in NO_ROW)])
     line = CommandLine(
         tuple(overrides), dict(command_pairs), tuple(positional), flags.multirun, config_dir, tuple(words), prints
     )
@@ -128,12 +125,6 @@ def _repeated_within(node: ParserRuleContext, path: str) -> list[str]:
     return problems + [
         text for child, key in zip(children, inner, strict=True) for text in _repeated_within(child, key)
     ]
-
-
-def _set_by(override: Override) -> Sequence[str]:
-    """Return the key that an override sets, or those in its mapping."""
-    value, key = override.value(), override.get_key_element().lstrip("+")
-    return [path for path, _ in iter_leaves({key: value})] if isinstance(value, Mapping) else [key]
 
 
 def key_of(word: str) -> str:

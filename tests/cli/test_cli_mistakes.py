@@ -139,18 +139,12 @@ MISTAKES = [
         "experiment: given more than once",
     ),
     (
-        "train model.lora={r:4,r:8} task.params={x:[{y:1,y:{z:1,z:2}}]} algo.distill={a:policy} algo.distill.a=initial",
+        "train model.lora={r:4,r:8} task.params={x:[{y:1,y:{z:1,z:2}}]}",
         "model.lora.r: given more than once",
         "task.params.x.0.y: given more than once",
         "task.params.x.0.y.z: given more than once",
-        "algo.distill.a: given more than once",
     ),
     ("train -m algo.distill={a:policy,a:x},{a:initial} seed=1", "algo.distill.a: given more than once"),
-    (
-        "train algo.distill.a=policy algo.distill=null train.lr=1 train={steps:3,lr:2}",
-        "algo.distill.a: given more than once",
-        "train.lr: given more than once",
-    ),
     (
         "train --config-dir . --cfg job --config-dir=nowhere -c full",
         "--config-dir: given more than once",
