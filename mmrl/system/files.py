@@ -250,7 +250,7 @@ def read_yaml(path: Path) -> object:
             return node
 
     try:
-        content: object = yaml.load(path.read_text(encoding="utf-8"), Loader)
+        content: object = Loader(path.read_text(encoding="utf-8")).get_single_data()
         values = _written_out(content, {})
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}{similar(path)}") from None
