@@ -201,7 +201,10 @@ def _teachers(config: RlRunConfig) -> Iterator[tuple[Shape | None, tuple[str, ..
             yield None, tuple(scored)
         elif not is_url(teacher):
             with located(f"algo.distill.{scored[0]}: "):
-                yield shape_of(config.model.model_copy(update={"path": resolve(teacher).base})), tuple(scored)
+                yield (
+                    shape_of(config.model.model_copy(update={"path": resolve(teacher).base, "lora": None})),
+                    tuple(scored),
+                )
 
 
 def _device(hardware: HardwareConfig, name: str | None, matmul: str) -> Device:

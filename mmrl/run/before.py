@@ -22,7 +22,7 @@ _OTHERS = ("algo.", "train.", "eval.every", "eval.bootstrap", "model.selfcheck")
 """Settings that no evaluation before training depends on; rewards depend on the algorithm, which is looked at apart."""
 _MACHINE = ("hardware.device", "hardware.threads", "hardware.processes", "hardware.nodes")
 """Those of the machine that it does depend on, in the last bits of its logits."""
-_VERSIONS = ("versions", "mmrl_code", "cpu")
+_VERSIONS = {"versions": "versions of packages", "mmrl_code": "mmrl's own sources", "cpu": "CPUs"}
 
 
 def before_problems(config: StageConfig) -> list[str]:
@@ -83,9 +83,7 @@ def before_differences(config: StageConfig, folder: Path) -> list[str]:
     if config.task.reward is None and _turn_sets(config) != _turn_sets(stored):
         texts.append(f"algo={config.algo.name} has other rewards than algo={stored.algo.name}")
     here = plain(describe_environment(()))
-    texts += [
-        f"{name} of the code or machine are others" for name in _VERSIONS if run.environment.get(name) != here[name]
-    ]
+    texts += [f"{what} are others" for name, what in _VERSIONS.items() if run.environment.get(name) != here[name]]
     code = code_outside(settled, packages_of(settled), program=True)
     texts += [f"{setting} is code that may have changed" for setting in code]
     made = results.stat().st_mtime

@@ -102,3 +102,17 @@ def test_a_plan_counts_what_a_mixture_keeps_and_what_it_computes(tmp_path, capsy
     assert main([*words, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["parameters"] == shape_of(ModelConfig(name="hf", path=str(tmp_path))).parameters
+
+
+def test_a_teacher_gets_no_adapter_and_needs_none_of_its_targets(tmp_path, capsys, random_model):
+    OTHERS["gpt2"].save_pretrained(tmp_path)
+    words = [
+        "plan",
+        "model=hf",
+        f"model.path={random_model}",
+        "model.lora={r: 2, alpha: 4, targets: [q_proj]}",
+        "algo=grpo",
+    ]
+    words += ["lengths=rewriter:10/2,reranker:50/3,answerer:30/4", f"algo.distill={{answerer: '{tmp_path}'}}", "--json"]
+    assert main(words) == 0, capsys.readouterr().err
+    assert "teachers" in capsys.readouterr().out

@@ -135,8 +135,8 @@ def move_in_an_older_one(donor, random_model):
         (change_items, "4 of the dev items are others"),
         (lose_items, "it has no evaluation on dev before training"),
         (fail_once, "failed from outside causes"),
-        (upgrade, "versions of the code or machine are others"),
-        (edit_mmrl, "mmrl_code of the code or machine are others"),
+        (upgrade, "versions of packages are others"),
+        (edit_mmrl, "mmrl's own sources are others"),
         (move_in_an_older_one, "config.json has changed since"),
     ],
 )
