@@ -72,18 +72,15 @@ def test_numbers_of_samples_that_say_nothing_are_refused(fanout, says):
 
 
 def test_a_search_agent_forks_its_first_three_turns():
-    """By a file of the two together; what is typed adds to it, and other tasks have the rule."""
+    """By a file of the two together; a typed mapping takes its place, a typed call adds to it; other tasks have the rule."""
 
     def fanout(*words: str) -> Any:
         algo: Any = configured(["algo=c3", *words]).algo
         return algo.fanout
 
     assert fanout("task=search_agent") == {"agent": 2, "agent:1": 2, "agent:2": 2}
-    assert fanout("task=search_agent", "algo.fanout={agent:4,agent\\:1:1}") == {
-        "agent": 4,
-        "agent:1": 1,
-        "agent:2": 2,
-    }
+    assert fanout("task=search_agent", "algo.fanout={agent:4,agent\\:1:1}") == {"agent": 4, "agent:1": 1}
+    assert fanout("task=search_agent", "algo.fanout.agent=4") == {"agent": 4, "agent:1": 2, "agent:2": 2}
     assert fanout("task=search_agent", "algo.fanout=null") is fanout() is None
 
 
