@@ -89,7 +89,7 @@ def assign_credit(
         credit = replace(credit, metrics={**_group_metrics(forest, credit.groups), **credit.metrics})
     if algo.advantage_scale is not None:
         credit = _scale_advantages(credit, forest, algo.advantage_scale)
-    if algo.distill is not None:
+    if algo.distill is not None or algo.privileged is not None:
         # After all that compares rewards, scales or whitens: a teacher's numbers are none of them.
         entries = (*credit.entries, *distilled_entries(forest, algo, minibatch))
         metrics = {**credit.metrics, **distillation_metrics(forest, algo, entries)}

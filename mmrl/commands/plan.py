@@ -45,7 +45,7 @@ from mmrl.plan.workload import (
     without_endpoints,
 )
 from mmrl.records import Forest
-from mmrl.run.build import build_task, reward_set
+from mmrl.run.build import build_task, model_of_teacher, reward_set
 from mmrl.run.check import process_problems
 from mmrl.run.rl import plan_problems
 from mmrl.run.settle import module_assignment, settle
@@ -201,10 +201,8 @@ def _teachers(config: RlRunConfig) -> Iterator[tuple[Shape | None, tuple[str, ..
             yield None, tuple(scored)
         elif not is_url(teacher):
             with located(f"algo.distill.{scored[0]}: "):
-                yield (
-                    shape_of(config.model.model_copy(update={"path": resolve(teacher).base, "lora": None})),
-                    tuple(scored),
-                )
+                section = model_of_teacher(config.model, teacher, resolve(teacher))
+                yield shape_of(section.model_copy(update={"lora": None})), tuple(scored)
 
 
 def _device(hardware: HardwareConfig, name: str | None, matmul: str) -> Device:

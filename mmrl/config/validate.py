@@ -121,6 +121,9 @@ def _with_shipped(config: ConfigT) -> ConfigT:
     if teachers := getattr(algo, "teachers", None):
         replaced = tuple(t.model_copy(update={"policy": shipped}) if t.policy == "tiny" else t for t in teachers)
         changed["algo"] = algo.model_copy(update={"teachers": replaced})
+    elif distill := getattr(algo, "distill", None):
+        named = {module: shipped if teacher == "tiny" else teacher for module, teacher in distill.items()}
+        changed["algo"] = algo.model_copy(update={"distill": named})
     return config.model_copy(update=changed) if changed else config
 
 

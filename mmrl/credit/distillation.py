@@ -57,19 +57,27 @@ def distilled_entries(forest: Forest, algo: AlgoConfig, minibatch: Minibatches =
 def distillation_metrics(forest: Forest, algo: AlgoConfig, entries: Sequence[Entry]) -> dict[str, float]:
     """Return `module/<m>/teacher_gap`, the mean of log pi_T - log pi_S over the module's tokens, in nats.
 
-    Also `module/<m>/untaught_share`: calls of the policy that have no teacher (`stages.distillation`); and, where
-    rewards have entries, `credit/teachers_to_rewards`: the sum of |A| · weight of teachers' tokens over that of rewards
-    (with `distill_kl=exact` still of what was sampled).
+    Also `module/<m>/untaught_share`: calls of the policy that have no teacher, or with `task.reward=privileged` no
+    reward by what it reads (`stages.distillation`); and, where rewards have entries, `credit/teachers_to_rewards`: the
+    sum of |A| · weight of teachers' tokens over that of rewards (with `distill_kl=exact` still of what was sampled).
     """
     calls: dict[str, list[Call]] = defaultdict(list)
+    scored = {**(algo.distill or {}), **(algo.privileged or {})}
     for call in forest.calls.values():
-        if call.module in (algo.distill or {}) and call.teacher is None and call.completion_tokens:
+        if call.module in scored and call.teacher is None and call.completion_tokens:
             calls[call.module].append(call)
     metrics = {}
     for module, own in calls.items():
         if gaps := [gap for call in own for gap in call.distillation or ()]:
             metrics[f"module/{module}/teacher_gap"] = fmean(gaps)
-        metrics[f"module/{module}/untaught_share"] = fmean(call.distillation is None for call in own)
+        # Without a teacher in the loss, it is turn rewards that privileged text gives (`task.reward=privileged`).
+        without = [
+            call.distillation is None if module in (algo.distill or {}) else "privileged_gain" not in call.facts
+            for call in own
+        ]
+        metrics[f"module/{module}/untaught_share"] = fmean(without)
+    if algo.distill is None:
+        return metrics
     size = {True: 0.0, False: 0.0}
     for entry in entries:
         size[entry.distilled] += sum(abs(a) * weight for a, weight in zip(entry.advantages, entry.weights, strict=True))

@@ -80,6 +80,18 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def vocabulary(model: ModelConfig) -> dict[str, int]:
+    """Return token -> id of the tokenizer of `model`, which need not be able to write a prompt.
+
+    Raises:
+        ConfigError: `model.path` cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    loaded: PreTrainedTokenizerBase = _loaded(model, "tokenizer", AutoTokenizer)
+    return loaded.get_vocab()
+
+
 def load_model(model: ModelConfig, device: str | torch.device) -> PreTrainedModel:
     """Return the causal language model of `model` on `device`, in training shape: without noise in its forwards.
 
@@ -159,15 +171,24 @@ def load_policy(
     Raises:
         ConfigError: the base cannot be loaded, or an adapter does not fit it.
     """
+    loaded, serving = load_weights(policy, model, device)
+    return loaded, load_tokenizer(model.model_copy(update={"path": policy.base})), serving
+
+
+def load_weights(policy: Policy, model: ModelConfig, device: str) -> tuple[PreTrainedModel, ServedWeights]:
+    """Load a policy's model as `load_policy` does, without a tokenizer: for one that reads tokens and writes no prompt.
+
+    Raises:
+        ConfigError: as `load_policy`.
+    """
     # The policy names the weights; dtype, chat template and thinking mode stay those of `model.*`.
-    weights = model.model_copy(update={"path": policy.base})
-    loaded = load_model(weights, device)
+    loaded = load_model(model.model_copy(update={"path": policy.base}), device)
     if policy.folders:
         loaded = cast("PreTrainedModel", with_adapters(loaded, policy.folders))
     initial = None
     if policy.initial is not None:
         initial = load_model(model.model_copy(update={"path": policy.initial}), device)
-    return loaded, load_tokenizer(weights), {"adapters": policy.modules, "initial": initial}
+    return loaded, {"adapters": policy.modules, "initial": initial}
 
 
 def load_configs(model: ModelConfig) -> tuple[PreTrainedConfig, GenerationConfig | None]:

@@ -17,7 +17,7 @@ from mmrl import engines
 from mmrl.algorithms import ALGORITHMS
 from mmrl.algorithms.checks import TURN_SETS
 from mmrl.algorithms.distill import Distill
-from mmrl.config import HardwareConfig, RlRunConfig, RootConfig, StageConfig, TaskConfig, WeightRunConfig
+from mmrl.config import HardwareConfig, ModelConfig, RlRunConfig, RootConfig, StageConfig, TaskConfig, WeightRunConfig
 from mmrl.config.base import MINI, MethodConfig, value_at
 from mmrl.config.rules import engine_name
 from mmrl.config.tasks import PRIVILEGED, UNSCORED, EnvironmentConfig
@@ -28,7 +28,7 @@ from mmrl.errors import ConfigError, refuse, unknown
 from mmrl.models.assignment import ModuleAssignment
 from mmrl.records import Example
 from mmrl.rollout import with_program
-from mmrl.store.policy import Policy, resolve
+from mmrl.store.policy import Policy, resolve, run_config
 from mmrl.tasks import TASKS
 from mmrl.tasks.base import Task, continuing_modules
 from mmrl.tasks.data.layouts import subset
@@ -194,7 +194,8 @@ def check_model(config: StageConfig) -> None:
             warnings.append(f"model.lora.targets: {left_out}")
     for teacher in separate_teachers(config.algo):
         if (policy := teacher_policy(teacher)) is not None:
-            warnings.append(check_policy(policy, config, f"algo.teachers.{teacher.name}.policy"))
+            own = config.model_copy(update={"model": model_of_teacher(config.model, str(teacher.policy), policy)})
+            warnings.append(check_policy(policy, own, f"algo.teachers.{teacher.name}.policy"))
     if isinstance(config, RlRunConfig):
         from mmrl.run.distill import check
 
@@ -203,12 +204,15 @@ def check_model(config: StageConfig) -> None:
         print(f"warning: {warning}", file=sys.stderr)
 
 
-def check_policy(policy: Policy, config: RootConfig, key: str = "policy") -> str:
+def check_policy(
+    policy: Policy, config: RootConfig, key: str = "policy", reads: PreTrainedTokenizerBase | None = None
+) -> str:
     """Find a policy whose weights or adapters cannot be had. Returns what is left out of its files, in words.
 
     Args:
         config: with the `model` section of `load_policy`.
         key: what the user typed it after.
+        reads: the tokenizer of the prompts that it reads, where it writes none itself; None: its own.
 
     Raises:
         ConfigError: it cannot be used.
@@ -219,9 +223,10 @@ def check_policy(policy: Policy, config: RootConfig, key: str = "policy") -> str
     own, model = re.compile(r"(model\.path|policy)(?=: )"), config.model.model_copy(update={"path": policy.base})
     try:
         empty, note = skeleton(model)
-        tokenizer = load_tokenizer(model)
-        _refuse_tools(tokenizer, config)
-        _refuse_context(tokenizer, empty, config)
+        tokenizer = reads or load_tokenizer(model)
+        if reads is None:
+            _refuse_tools(tokenizer, config)
+            _refuse_context(tokenizer, empty, config)
         note = "; ".join(filter(None, [note, _tokens_without_weights(tokenizer, empty, model.path)]))
         if policy.folders:
             with_adapters(empty, policy.folders)
@@ -329,6 +334,15 @@ def separate_teachers(algo: MethodConfig) -> list[TeacherConfig]:
 def teacher_policy(teacher: TeacherConfig) -> Policy | None:
     """Return a teacher's weights; None for the student's."""
     return None if teacher.policy is None else resolve(teacher.policy, teacher.prompts)
+
+
+def model_of_teacher(model: ModelConfig, teacher: str, policy: Policy) -> ModelConfig:
+    """Return a run's `model` section for the weights of a teacher: with their own revision, not the student's."""
+    if run := run_config(teacher):
+        revision = value_at(run, "model.revision")
+    else:
+        revision = model.revision if policy.base == model.path else None
+    return model.model_copy(update={"path": policy.base, "revision": revision})
 
 
 def teacher_prompts(teacher: TeacherConfig, policy: Policy | None) -> str | None:

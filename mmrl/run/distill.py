@@ -14,7 +14,7 @@ from mmrl.config.teacher import FIELD, POLICY, is_url
 from mmrl.engines.vllm.api import VllmApi
 from mmrl.errors import ConfigError, EngineFailure, gathered, nearest, unknown
 from mmrl.records import Call
-from mmrl.run.build import check_policy, reward_set
+from mmrl.run.build import check_policy, model_of_teacher, reward_set
 from mmrl.stages.distillation import FEEDBACK, Scorer, privileged_problems
 from mmrl.store.policy import INITIAL, resolve
 from mmrl.system.http_client import HttpFailure
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 CONCURRENCY = 64
 """Calls that a server scores at once."""
 TIMEOUT_S = 600.0
+RETRIES = 5
+"""Further attempts of a request, within some half a minute: a step that is sampled waits for its answer."""
 PROBE = "The gold answer: \u201cSão Paulo\u201d, 42.5 %\n\tdef f(x): return x"
 """A text whose tokens differ between tokenizers."""
 
@@ -80,12 +82,21 @@ def problems(config: RlRunConfig, task: Task) -> list[str]:
                     f"vLLM server{nearest(teacher, (POLICY, INITIAL))}"
                     for problem in error.problems
                 ]
+    reads_feedback = {
+        module: text for module, text in (algo.privileged or {}).items() if FEEDBACK in FIELD.findall(text)
+    }
     if reward_set(task, config.task.reward) == UNSCORED:
         found += [
             f"algo.privileged.{module}: got '{text}', and a task without a metric says nothing of a rollout; expected "
             "fields of the record alone, or a task.metric that gives feedback"
-            for module, text in (algo.privileged or {}).items()
-            if FEEDBACK in FIELD.findall(text)
+            for module, text in reads_feedback.items()
+        ]
+    if config.task.reward == PRIVILEGED:
+        found += [
+            f"algo.privileged.{module}: got '{text}', and a rollout that failed has no feedback: its turns would have "
+            "the reward 0, where others of their group have sums of log-probabilities; expected fields of the record "
+            "alone with task.reward=privileged"
+            for module, text in reads_feedback.items()
         ]
     return found
 
@@ -96,7 +107,7 @@ def check(config: RlRunConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     Raises:
         ConfigError: one cannot be used.
     """
-    from mmrl.models.load import load_tokenizer
+    from mmrl.models.load import vocabulary
 
     refused = list[str]()
     privileged, distilled = config.algo.privileged or {}, config.algo.distill or {}
@@ -116,7 +127,8 @@ def check(config: RlRunConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]:
                 ScoringServer(teacher).check(tokenizer)
             continue
         policy = resolve(teacher)
-        notes.append(check_policy(policy, config, key))
+        section = model_of_teacher(config.model, teacher, policy)
+        notes.append(check_policy(policy, config.model_copy(update={"model": section}), key, reads=tokenizer))
         if policy.prompts is not None:
             notes.append(f"{key}: '{teacher}' has prompts of its own, which are left out: it reads the student's")
         if policy.modules is not None and module not in policy.modules:
@@ -124,7 +136,7 @@ def check(config: RlRunConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]:
                 f"{key}: got '{teacher}', which has weights for each of the modules {', '.join(policy.modules)}; "
                 f"expected a policy with weights for {module}"
             )
-        theirs = load_tokenizer(config.model.model_copy(update={"path": policy.base})).get_vocab()
+        theirs = vocabulary(section)
         if theirs != tokenizer.get_vocab():
             refused.append(
                 f"{key}: got '{teacher}', whose tokenizer has other tokens than that of '{config.model.path}' "
@@ -135,31 +147,39 @@ def check(config: RlRunConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     return notes
 
 
-def load_scorers(config: RlRunConfig, forwards: Forwards) -> tuple[Mapping[str, Scorer], int | None]:
-    """Load the teachers that have weights of their own, each once; also return the longest context that all have."""
+def load_scorers(config: RlRunConfig, forwards: Forwards) -> tuple[Mapping[str, Scorer], Mapping[str, int | None]]:
+    """Load the teachers that have weights of their own, each once; also return teacher -> longest prompt + completion
+    that it scores, None without a limit.
+    """
     from mmrl.engines.embedded.batch_rows import context_limit
-    from mmrl.models.load import load_policy
+    from mmrl.models.load import load_weights
     from mmrl.trainer.choice import choose_packing
     from mmrl.trainer.teaching import require_own_logits
 
-    limits, scorers = [context_limit(forwards.policy.config.get_text_config())], dict[str, Scorer]()
+    scorers = dict[str, Scorer]()
+    own = context_limit(forwards.policy.config.get_text_config())
+    limits: dict[str, int | None] = {POLICY: own, INITIAL: own}
     for teacher in dict.fromkeys(config.algo.models_that_teach.values()):
         if is_url(teacher):
             server = ScoringServer(teacher)
-            limits.append(server.check())
+            limit = server.check()
+            # One token less than its context: it must have room to write one.
+            limits[teacher] = None if limit is None else limit - 1
             scorers[teacher] = server.score
             continue
-        model, _, serving = load_policy(resolve(teacher), config.model, config.hardware.device)
+        policy = resolve(teacher)
+        section = model_of_teacher(config.model, teacher, policy)
+        model, serving = load_weights(policy, section, config.hardware.device)
         for loaded in filter(None, (model, serving["initial"])):
             loaded.requires_grad_(False)
             # Also sets up the attention of each; the two are of one architecture.
             tries = choose_packing(config.train.packing, loaded)
             if config.algo.distill_kl == "exact":
                 require_own_logits(forwards, loaded)
-        limits.append(context_limit(model.config.get_text_config()))
+        limits[teacher] = context_limit(model.config.get_text_config())
         scorers[teacher] = partial(_scored, forwards, model, tries, serving)
         forwards.teachers[teacher] = partial(_weights_for, model, tries, serving)
-    return scorers, min((limit for limit in limits if limit is not None), default=None)
+    return scorers, limits
 
 
 def _scored(
@@ -191,7 +211,8 @@ class ScoringServer:
 
     def __init__(self, url: str) -> None:
         # People write the path of the protocol, too.
-        self.api = VllmApi(url.rstrip("/").removesuffix("/v1"), TIMEOUT_S, CONCURRENCY)
+        self.api = VllmApi(url.rstrip("/").removesuffix("/v1"), TIMEOUT_S, CONCURRENCY, RETRIES)
+        self.name: str | None = None
 
     def check(self, tokenizer: PreTrainedTokenizerBase | None = None) -> int | None:
         """Return the server's token limit.
@@ -202,46 +223,47 @@ class ScoringServer:
         Raises:
             ConfigError: it does not answer, gives no such log-probabilities, or has other tokens.
         """
-        from mmrl.models.chat import encode_text
 
         async def asked() -> tuple[str, int | None, list[int]]:
-            name, card = next(iter((await self.api.models()).items()))
+            cards = await self.api.models()
+            if not cards:
+                raise LookupError("it serves no model")
+            name, card = next(iter(cards.items()))
             reply = await self.api.request("/tokenize", {"model": name, "prompt": PROBE})
             await self.api.probe(name, reply["tokens"])
             return name, card.get("max_model_len"), reply["tokens"]
 
         try:
-            name, limit, ids = self.api.io.wait(asked())
+            self.name, limit, ids = self.api.io.wait(asked())
         except (HttpFailure, EngineFailure, LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
             raise ConfigError(
                 f"got {self.api.url}: {str(error) or type(error).__name__}; expected the URL of a vLLM server, which "
                 "takes token ids and gives prompt_logprobs"
             ) from None
-        own = [] if tokenizer is None else encode_text(tokenizer, PROBE)
+        # As the server encodes it: a text of its own, before which some tokenizers put a blank.
+        own = [] if tokenizer is None else tokenizer(PROBE, add_special_tokens=False)["input_ids"]
         if own != ids[len(ids) - len(own) :]:
             raise ConfigError(
-                f"got {self.api.url}, whose model '{name}' has other tokens than the policy; a teacher scores the "
+                f"got {self.api.url}, whose model '{self.name}' has other tokens than the policy; a teacher scores the "
                 "student's tokens, so it needs the same tokenizer"
             )
         return limit
 
     def score(self, calls: Sequence[Call]) -> list[tuple[float, ...]]:
-        """Return the log-probabilities of the calls' completions.
+        """Return the log-probabilities of the calls' completions; after `check`.
 
         Raises:
-            EngineFailure: the server did not answer.
+            EngineFailure: the server did not answer, or with no such numbers.
         """
+        assert self.name is not None
 
-        async def one(name: str, call: Call) -> tuple[float, ...]:
-            async with self.api.io.slots:
-                found = await self.api.probe(name, call.prompt_ids + call.completion_ids)
-            return tuple(found[-len(call.completion_ids) :])
-
-        async def every() -> list[tuple[float, ...]]:
-            name = next(iter(await self.api.models()))
-            return await asyncio.gather(*(one(name, call) for call in calls))
+        async def every(name: str) -> list[list[float]]:
+            return await asyncio.gather(
+                *(self.api.score(name, call.prompt_ids + call.completion_ids) for call in calls)
+            )
 
         try:
-            return self.api.io.wait(every())
+            found = self.api.io.wait(every(self.name))
         except HttpFailure as error:
-            raise EngineFailure(f"algo.distill: {error}") from error
+            raise EngineFailure(f"algo.distill: {self.api.url}: {error}") from error
+        return [tuple(row[-len(call.completion_ids) :]) for row, call in zip(found, calls, strict=True)]

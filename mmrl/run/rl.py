@@ -23,6 +23,7 @@ from mmrl.run.build import (
     engine_problems,
     engine_setup,
     load_trainer,
+    model_of_teacher,
     reward_set,
     separate_teachers,
     server_devices,
@@ -222,7 +223,7 @@ def build(config: RlRunConfig, task: Task, log: StepLog) -> RlStage:
     except BaseException:
         engine.close()
         raise
-    scorers, context = load_scorers(config, trainer.forwards)
+    scorers, limits = load_scorers(config, trainer.forwards)
     different = {id(e): e for e in (engine, *(teacher.engine for teacher in teachers.values()))}
     return RlStage(
         config=config,
@@ -234,7 +235,7 @@ def build(config: RlRunConfig, task: Task, log: StepLog) -> RlStage:
         reward_set=reward_set(task, config.task.reward, config.algo.name),
         log=log,
         teachers=teachers,
-        scorers=Teachers(algo=algo, forwards=trainer.forwards, tokenizer=tokenizer, others=scorers, context=context),
+        scorers=Teachers(algo=algo, forwards=trainer.forwards, tokenizer=tokenizer, others=scorers, limits=limits),
         engines=list(different.values()),
         assignment=assignment,
     )
@@ -256,7 +257,8 @@ def _load_teachers(config: RlRunConfig, student: LoadedTeacher) -> dict[str, Loa
             key = f"{policy.base} {policy.adapter} {policy.adapters}"
             if key not in loaded:
                 # In this process, whatever engine serves the student.
-                model, its_own, serving = load_policy(policy, config.model, config.hardware.device)
+                section = model_of_teacher(config.model, str(teacher.policy), policy)
+                model, its_own, serving = load_policy(policy, section, config.hardware.device)
                 model.eval().requires_grad_(False)
                 limit, threads = config.task.max_context, config.hardware.threads
                 setup = EngineSetup(max_context=limit, threads=threads, weights=config.model, **serving)

@@ -37,7 +37,7 @@ from mmrl.run.kinds import build_stage, kind_of
 from mmrl.run.launch import must_start, released, start, wrapping
 from mmrl.run.ray_launch import start_on_ray
 from mmrl.run.settle import Settled, import_plugins, refuse_edits, settle, stored_config
-from mmrl.run.start import config_of_resumed, keep_start, started
+from mmrl.run.start import config_of_resumed, keep_checkpoints, started, with_teachers
 from mmrl.stages import Stage
 from mmrl.store.journal import read_step
 from mmrl.store.policy import every_checkpoint
@@ -63,8 +63,8 @@ def resume(folder: Path) -> int:
 
 def begin(checked: Checked[StageConfig], resumed: bool = False) -> tuple[Path, int]:
     """Start a run, or continue the one in `run.dir`. Returns its directory and the exit code."""
-    inherited = started(checked.config)
-    keep_start(inherited)
+    inherited = with_teachers(started(checked.config))
+    keep_checkpoints(inherited)
     credited = isinstance(inherited, RlRunConfig)
     # A process that a launcher has started, Ray too, joins the others below.
     on_ray = credited and inherited.hardware.ray is not None and launched() is None

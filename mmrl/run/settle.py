@@ -23,6 +23,7 @@ from mmrl.config import (
     validate_stored,
 )
 from mmrl.config.base import flattened, value_at
+from mmrl.config.teacher import is_url
 from mmrl.config.validate import CHOICES
 from mmrl.errors import CheckpointError, ConfigError, located
 from mmrl.models.assignment import ModuleAssignment
@@ -207,7 +208,13 @@ def refuse_edits(folder: Path, config: RootConfig) -> None:
         changes.pop("train.steps")
     changes.pop("start.run", None)  # it may have moved: its content is compared later (`config_of_resumed`)
     texts = {path: f"{path}={new} (was {old})" for path, (old, new) in changes.items()}
-    allowed = [path for path in texts if path.startswith("hardware.") or path.rpartition(".")[2] in _SERVERS]
+    allowed = [
+        path
+        for path, values in changes.items()
+        if path.startswith("hardware.")
+        or path.rpartition(".")[2] in _SERVERS
+        or (path.startswith("algo.distill.") and all(is_url(str(value)) for value in values))
+    ]
     if refused := [text for path, text in texts.items() if path not in allowed]:
         raise CheckpointError(
             f"{folder}/config.yaml: is not the config that the run was started with (environment.json): "

@@ -8,13 +8,24 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from mmrl.config import StageConfig, StartConfig
+from mmrl.config import RlRunConfig, StageConfig, StartConfig
 from mmrl.config.base import value_at
 from mmrl.config.validate import as_tuples, revealed
 from mmrl.errors import CheckpointError, ConfigError
 from mmrl.models.merged import merged, require_undamaged
 from mmrl.run.settle import announce_code, import_plugins, packages_of
-from mmrl.store.policy import MARKER, Policy, is_complete, kept_mark, prompts_of, resolve, run_config, run_of, source_of
+from mmrl.store.policy import (
+    MARKER,
+    Policy,
+    is_complete,
+    kept_mark,
+    pinned,
+    prompts_of,
+    resolve,
+    run_config,
+    run_of,
+    source_of,
+)
 from mmrl.store.rundir import RunDir
 from mmrl.system.files import JsonObject, file_digest
 from mmrl.tasks.prompts import prompts_file
@@ -142,9 +153,21 @@ def started(config: ConfigT) -> ConfigT:
     return _with_policy(config, policy, _start_of(run, policy, str(run)))
 
 
-def keep_start(config: StageConfig) -> None:
-    """Mark the checkpoint that a run starts from, so that the run that made it keeps it, however long it goes on."""
-    if config.start is not None and (checkpoint := source_of(config.model.path)) is not None:
+def with_teachers(config: ConfigT) -> ConfigT:
+    """Return a config whose teachers (`algo.distill`) are checkpoints: a resume has those of the start, none newer."""
+    if not isinstance(config, RlRunConfig) or not config.algo.models_that_teach:
+        return config
+    teachers = {module: pinned(teacher) for module, teacher in (config.algo.distill or {}).items()}
+    return config.model_copy(update={"algo": config.algo.model_copy(update={"distill": teachers})})
+
+
+def keep_checkpoints(config: StageConfig) -> None:
+    """Mark the checkpoints that a run starts from and is taught by, so that the runs that made them keep them, however
+    long they go on.
+    """
+    used = [config.model.path] if config.start is not None else []
+    used += config.algo.models_that_teach.values() if isinstance(config, RlRunConfig) else ()
+    for checkpoint in filter(None, map(source_of, used)):
         # It is marked already, or in a run of somebody else's that cannot be written.
         with suppress(OSError):
             kept_mark(checkpoint).touch(exist_ok=False)

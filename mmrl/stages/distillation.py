@@ -79,8 +79,8 @@ class Teachers:
     tokenizer: Any
     others: Mapping[str, Scorer] = EMPTY
     """Scorers of teachers by name, but for `policy` and `initial`."""
-    context: int | None = None
-    """Longest prompt + completion of any teacher; None: no limit."""
+    limits: Mapping[str, int | None] = EMPTY
+    """Teacher -> longest prompt + completion that it scores; None, or no entry: no limit."""
 
     def describe(self) -> dict[str, str]:
         """Return the summary's line of who teaches which module, and what it reads beside the prompt."""
@@ -147,7 +147,8 @@ class Teachers:
                 view = self._view(forest, call, examples[call.example], first.get(call.id))
                 if view is None:
                     continue
-                if self.context is not None and len(view.prompt_ids) + call.completion_tokens > self.context:
+                limit = self.limits.get(teacher)
+                if limit is not None and len(view.prompt_ids) + call.completion_tokens > limit:
                     continue
                 if teacher == POLICY and view is call:
                     # The same numbers twice: exactly nothing to learn.
@@ -167,7 +168,10 @@ class Teachers:
 
     def _scorer(self, teacher: str) -> Scorer:
         if teacher in (POLICY, INITIAL):
-            return lambda calls: self.forwards.policy_logprobs(calls, reference=teacher == INITIAL)
+            # Without what is known of them: of sharded weights all processes forward, or none does.
+            return lambda calls: self.forwards.policy_logprobs(
+                [replace(call, ref_logprobs=None) for call in calls], reference=teacher == INITIAL
+            )
         return lambda calls: self.others[teacher](calls) if calls else ()
 
     def _view(self, forest: Forest, call: Call, example: Example, rollout: Rollout | None) -> Call | None:

@@ -347,6 +347,16 @@ def resolve(text: str, prompts: str | None = None) -> Policy:
     return _saved_policy(folder, prompts)
 
 
+def pinned(text: str) -> str:
+    """Return the checkpoint that is a run's policy now, in place of the run, which may go on; others as they are."""
+    folder = Path(text)
+    if text in SHIPPED or not folder.is_dir():
+        return text
+    weights = Path(_weights_of(folder))
+    newest = newest_checkpoint(weights) if (weights / "config.yaml").is_file() else None
+    return text if newest is None else str(newest)
+
+
 def _saved_policy(folder: Path, prompts: str | None) -> Policy:
     """Return the policy in a checkpoint, an adapter's folder or a folder with weights."""
     adapter = folder / "adapter_config.json"

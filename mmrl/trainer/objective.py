@@ -138,7 +138,8 @@ def token_loss(
 
     With `correction` the policy term, not the KL term, is multiplied by its weights. Two other policy terms:
 
-    `gspo` (arXiv 2507.18071): r_t = exp(mean over the call's tokens of logprobs - old), one ratio for the whole call.
+    `gspo` (arXiv 2507.18071): r_t = exp(mean over the call's tokens of logprobs - old), one ratio for the whole call,
+    with the gradient of the token's own log-probability.
     `cispo` (arXiv 2506.13585): -sg(min(r_t, 1 + clip_high)) A_t logprobs, sg: without gradient; the bound limits how
     much a token weighs and takes no token's gradient away. There is no lower one, as in the paper's runs.
 
@@ -163,8 +164,11 @@ def token_loss(
     if kind == "gspo":
         assert calls is not None
         # A call that takes several places in the loss repeats its tokens, which leaves their mean as it is.
-        sums = torch.zeros(int(calls.max()) + 1 if len(calls) else 0).to(log_ratio).index_add(0, calls, log_ratio)
-        log_ratio = (sums / torch.bincount(calls).clamp(min=1))[calls]
+        own = log_ratio.detach()
+        sums = torch.zeros(int(calls.max()) + 1 if len(calls) else 0).to(own).index_add(0, calls, own)
+        # The value is the call's, the gradient each token's own (the paper's GSPO-token, Eq. 13 and 14): the same where
+        # a call has one advantage, and where its tokens have their own (a critic's, a teacher's), each is pushed by it.
+        log_ratio = (sums / torch.bincount(calls).clamp(min=1))[calls] + log_ratio - own
     ratio = torch.exp(log_ratio)
     low = 0.0 if kind == "cispo" else 1 - clip
     bounded = ratio.clamp(low, 1 + high)

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from typing_extensions import override
 
-from mmrl.errors import CheckpointError, ConfigError, Stopped, SyncFailure, TooManyFailures
+from mmrl.errors import CheckpointError, ConfigError, EngineFailure, Stopped, SyncFailure, TooManyFailures
 from mmrl.models.adapter import targets_of
 from mmrl.models.template import as_saved
 from mmrl.store.policy import is_complete
@@ -248,7 +248,7 @@ class MmrlTrainer(GRPOTrainer):
     def _next_batch(self, step: int) -> StepBatch:
         try:
             return self.next_batch(step)
-        except (Stopped, SyncFailure, TooManyFailures):
+        except (Stopped, SyncFailure, TooManyFailures, EngineFailure):
             # The weights are good, whatever the world around them is: what is trained stays for a resume.
             if self.steps_done:
                 self.save()

@@ -72,7 +72,7 @@ def test_numbers_of_samples_that_say_nothing_are_refused(fanout, says):
 
 
 def test_a_search_agent_forks_its_first_three_turns():
-    """By a file of the two together; a typed mapping takes its place, a typed call adds to it; other tasks have the rule."""
+    """By a file of the two together; a typed mapping replaces it, a typed call adds to it; others have the rule."""
 
     def fanout(*words: str) -> Any:
         algo: Any = configured(["algo=c3", *words]).algo

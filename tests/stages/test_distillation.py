@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import Metaspace
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from mmrl.cli import main
 from mmrl.cli.configs import train_configs
 from mmrl.cli.overrides import read_line
 from mmrl.commands.plan import problems_elsewhere
 from mmrl.config import AlgoConfig, ModelConfig
+from mmrl.credit.distillation import distillation_metrics
+from mmrl.errors import ConfigError
 from mmrl.models.chat import encode_text, end_of_prompt, render_observation, render_prompt
 from mmrl.models.load import load_model, load_tokenizer
 from mmrl.records import Call, Example, Forest, Rollout
-from mmrl.run.build import build_task
+from mmrl.run.build import build_task, model_of_teacher
+from mmrl.run.distill import PROBE, ScoringServer, load_scorers
 from mmrl.stages.distillation import Teachers, privileged_problems
 from mmrl.store.journal import read_step
+from mmrl.store.policy import Policy
 from mmrl.store.rundir import RunDir
 from mmrl.trainer import teaching
 from tests.helpers.lines import refused
@@ -209,9 +219,20 @@ def test_what_no_longer_fits_the_context_has_no_teacher(tiny: Any) -> None:
     longest = max(len(c.prompt_ids) + c.completion_tokens for c in forest.calls.values())
     added = len(encode_text(tiny, "\n\n" + "word " * 9))
     for limit, lengths in ((longest + added, [3, 2]), (longest + added - 1, [3, None]), (3, [None, None])):
-        teachers = Teachers(algo=algo, forwards=Scores(), tokenizer=tiny, context=limit)  # type: ignore[arg-type]
+        limits = {"initial": limit, "another": 1}
+        teachers = Teachers(algo=algo, forwards=Scores(), tokenizer=tiny, limits=limits)  # type: ignore[arg-type]
         found = teachers.complete(forest, {"q": example}, None)
         assert [c.distillation and len(c.distillation) for c in found.calls.values()] == lengths
+
+
+def test_the_start_forwards_also_what_a_critics_run_knows_of_it(tiny: Any) -> None:
+    """Of sharded weights all processes forward or none does, and those with fewer calls have fillers."""
+    forest, scores = two_turns(tiny), Scores()
+    known = {name: replace(call, ref_logprobs=(-1.0,) * call.completion_tokens) for name, call in forest.calls.items()}
+    algo = AlgoConfig(name="x", distill={"agent": "initial"})
+    teachers = Teachers(algo=algo, forwards=scores, tokenizer=tiny)  # type: ignore[arg-type]
+    teachers.complete(replace(forest, calls=known), {"q": Example(id="q", inputs={})}, None)
+    assert [call.ref_logprobs is None for call in scores.seen] == [False, False, True, True]
 
 
 def test_without_feedback_a_teacher_that_reads_it_says_nothing(tiny: Any) -> None:
@@ -311,6 +332,7 @@ MISTAKES = {
     "algo=mhgpo_rr algo.freeze_modules=[reranker] algo.distill={reranker:policy}": "the module is not trained",
     "algo=mt_ppo task=search_agent task.reward=privileged": "task.reward: got privileged, and nothing is; set",
     "algo=grpo task=search_agent task.reward=privileged algo.privileged={agent:answers}": "algo=grpo reads none",
+    "algo=mt_ppo task=search_agent task.reward=privileged algo.privileged={agent:'{feedback}'}": "has no feedback: its",
     "algo=gigpo task=search_agent task.reward=turn task.privileged=mean": "task.privileged: got mean, which has no",
 }
 
@@ -401,6 +423,135 @@ def test_a_server_scores_token_ids(random_model: str, tmp_path: Path, capsys: An
         line = line_of(random_model, tmp_path / "no", "algo=distill", f"algo.distill={{answerer: '{url}'}}")
         assert main(line) == 2
     assert "whose model 'big' has other tokens than the policy" in capsys.readouterr().err
+
+
+def test_a_server_is_asked_again_and_what_is_no_number_ends_the_run_saved(
+    random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica that starts anew, then one whose replies are of another kind: the step before is kept."""
+    monkeypatch.setattr("mmrl.run.distill.RETRIES", 1)
+    tokenizer = load_tokenizer(ModelConfig(name="x", path=random_model))
+    right, probe, failing = vllm_like(tokenizer), encode_text(tokenizer, PROBE), dict[bytes, int]()
+    wrong: list[Any] = []
+
+    def reply(seen: Seen) -> Scripted:
+        if seen.path != "/v1/completions" or seen.body["prompt"] == probe:
+            return right(seen)
+        failing[seen.raw] = failing.get(seen.raw, 0) + 1
+        if failing[seen.raw] == 1:
+            return Scripted("restarting", status=503)
+        return Scripted(wrong[0]) if wrong else right(seen)
+
+    words = ["algo=distill"]
+    with serving(reply) as (url, _):
+        run = run_of(random_model, tmp_path / "run", *words, f"algo.distill={{answerer: '{url}'}}")
+        assert "module/answerer/teacher_gap" in run.history()[1] and min(failing.values()) >= 2
+        rows = [None, {"1": {"logprob": -9999.0}}]
+        for number, content in enumerate(
+            ({"choices": [{"prompt_logprobs": None}]}, {"choices": [{"prompt_logprobs": rows}]}, {})
+        ):
+            failing.clear()
+            wrong[:] = []
+            folder = tmp_path / str(number)
+            line = line_of(random_model, folder, *words, f"algo.distill={{answerer: '{url}'}}")
+            line = ["train.steps=2" if word == "train.steps=1" else word for word in line]
+            written = RunDir.append_metrics
+
+            def after_one(self: RunDir, step: int, *args: Any, _given: Any = content, _write: Any = written) -> None:
+                wrong[:] = [_given] if step else []
+                _write(self, step, *args)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(RunDir, "append_metrics", after_one)
+                assert main(line) == 1
+            said = capsys.readouterr().err
+            assert f"algo.distill: {url.removesuffix('/v1')}: " in said and "Traceback" not in said
+            assert [path.name for path in (folder / "checkpoints").glob("checkpoint-*")] == ["checkpoint-1"]
+
+
+def test_a_servers_context_has_room_for_the_token_that_it_must_write(random_model: str, tmp_path: Path) -> None:
+    """vLLM refuses a prompt of its whole context."""
+    with serving(vllm_like(load_tokenizer(ModelConfig(name="x", path=random_model)))) as (url, _):
+        config: Any
+        line = line_of(random_model, tmp_path, "algo=distill", f"algo.distill={{answerer: '{url}'}}")
+        (config,) = train_configs(read_line(line[1:]))
+        forwards: Any = SimpleNamespace(policy=SimpleNamespace(config=LlamaConfig(max_position_embeddings=77)))
+        assert load_scorers(config, forwards)[1] == {"policy": 77, "initial": 77, url: 4095}
+
+
+def test_a_tokenizer_that_begins_a_text_with_a_blank_is_the_same_at_a_server(tmp_path: Path) -> None:
+    """As Llama 2's and Mistral's do, whose merges join that blank with the first letters."""
+    model = Tokenizer(BPE(vocab={"\u2581": 0, **{c: n + 1 for n, c in enumerate(sorted(set(PROBE) - {" "}))},
+                                 "\u2581T": 90}, merges=[("\u2581", "T")], unk_token=None))  # fmt: skip
+    model.pre_tokenizer = Metaspace(prepend_scheme="first")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model)
+
+    def reply(seen: Seen) -> Scripted:
+        if seen.path == "/tokenize":
+            return Scripted({"tokens": tokenizer(seen.body["prompt"])["input_ids"]})
+        return vllm_like(tokenizer)(seen)
+
+    with serving(reply) as (url, _):
+        assert ScoringServer(url).check(tokenizer) == 4096
+
+
+def test_a_resume_has_the_teacher_of_the_start(random_model: str, tmp_path: Path) -> None:
+    """Also where the run that made it has gone on since; that run keeps the checkpoint."""
+    taught = ["algo=distill", "algo.distill={answerer: policy}", "algo.privileged={answerer: answers}"]
+    teacher = run_of(random_model, tmp_path / "teacher", *taught)
+    run = run_of(random_model, tmp_path / "run", "algo=distill", f"algo.distill={{answerer: '{teacher.path}'}}")
+    checkpoint = teacher.path / "checkpoints" / "checkpoint-1"
+    assert run.config["algo"]["distill"] == {"answerer": str(checkpoint)}
+    assert (checkpoint.parent / ".kept-checkpoint-1").exists()
+
+
+def test_a_teachers_server_may_move(random_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = load_tokenizer(ModelConfig(name="x", path=random_model))
+    with serving(vllm_like(tokenizer)) as (url, _):
+        run = run_of(random_model, tmp_path / "run", "algo=distill", f"algo.distill={{answerer: '{url}'}}")
+    shutil.rmtree(run.path / "checkpoints")
+    (run.path / "summary.json").unlink()
+    config = run.path / "config.yaml"
+    with serving(vllm_like(tokenizer)) as (other, server):
+        config.write_text(config.read_text().replace(url, other))
+        assert main(["train", f"resume={run.path}"]) == 0 and server.seen
+        assert f"algo.distill.answerer={other} (was {url})" in capsys.readouterr().err
+        config.write_text(config.read_text().replace(other, "policy"))
+        assert main(["train", f"resume={run.path}"]) == 2
+
+
+def test_a_teacher_needs_no_chat_template_and_has_its_own_revision(random_model: str, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(random_model, base)
+    for name in ("chat_template.jinja", "tokenizer_config.json"):
+        file = base / name
+        if name.endswith(".json"):
+            file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "chat_template"}))
+        else:
+            file.unlink(missing_ok=True)
+    with pytest.raises(ConfigError, match="has no chat template"):
+        load_tokenizer(ModelConfig(name="x", path=str(base)))
+    run_of(random_model, tmp_path / "run", "algo=distill", f"algo.distill={{answerer: '{base}'}}")
+    student = ModelConfig(name="hf", path="org/student", revision="abc")
+    found = [model_of_teacher(student, name, Policy(base=name)) for name in ("org/teacher", "org/student")]
+    assert [(section.path, section.revision) for section in found] == [("org/teacher", None), ("org/student", "abc")]
+
+
+def test_tiny_is_the_shipped_model_of_the_task() -> None:
+    config: Any
+    (config,) = train_configs(read_line(["task=search_agent", "algo=distill", "algo.distill={agent: tiny}"]))
+    assert config.algo.distill == {"agent": config.model.path} == {"agent": "tiny_qa"}
+
+
+def test_turns_without_a_reward_by_what_is_read_are_counted(tiny: Any) -> None:
+    """`task.reward=privileged`, without a teacher in the loss."""
+    algo = AlgoConfig(name="x", privileged={"agent": "note"})
+    scores: Any = Scores()
+    for value, share in (("a note", 0.0), ("", 1.0)):
+        teachers = Teachers(algo=algo, forwards=scores, tokenizer=tiny)
+        example = Example(id="q", inputs={}, metadata={"note": value})
+        forest = teachers.complete(two_turns(tiny), {"q": example}, "sum")
+        assert distillation_metrics(forest, algo, ()) == {"module/agent/untaught_share": share}
 
 
 def test_turn_rewards_by_evidence_reach_the_credit(random_model: str, tmp_path: Path) -> None:

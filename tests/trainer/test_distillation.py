@@ -82,6 +82,22 @@ def test_the_gradient_of_one_module_is_that_of_trls_sampled_token_loss(packing: 
     assert_close(found, trl_gradient(twin, teacher, calls))
 
 
+def test_with_gspo_each_token_is_pushed_by_its_own_number(tmp_path: Path) -> None:
+    """A ratio of the whole call alone would give every token the mean over the call: here nothing."""
+    calls = [replace(call, entries=()) for call in make_calls(3, modules=("a",))]
+    gaps = [tuple((-1.0) ** t * (1 if t < len(c.call.completion_ids) // 2 * 2 else 0)
+                  for t in range(len(c.call.completion_ids))) for c in calls]  # fmt: skip
+    assert all(abs(sum(gap)) < 1e-12 for gap in gaps) and any(map(any, gaps))
+    found = []
+    for kind in ("clip", "gspo"):
+        trainer = make_trainer(tmp_path / kind, exact_model(), algo={"beta": 0.0, "loss": kind})
+        current = trainer.forwards.policy_logprobs(sampled(calls))
+        own = [with_changes(call, logprobs=now) for call, now in zip(calls, current, strict=True)]
+        found.append(gradients(trainer, distilled(own, gaps))[1])
+    assert max(float(value.abs().max()) for value in found[0].values()) > 1e-3
+    assert_close(found[1], found[0])
+
+
 def test_trls_log_softmax_is_at_temperature_1_and_ours_at_the_runs(tmp_path: Path) -> None:
     teacher = tiny_model(seed=5)
     trainer = make_trainer(tmp_path, algo={"temperature": 0.5})

@@ -19,6 +19,8 @@ LARGEST_REPLY = 256 * 2**20
 """Bytes of a reply: log-probabilities of a probe's every token are some 100 bytes each."""
 
 
+NO_NUMBER = -9999.0
+"""What vLLM writes for a log-probability of minus infinity."""
 SESSION = "X-Session-ID"
 """Header by which vllm-router keeps requests together."""
 
@@ -26,9 +28,9 @@ SESSION = "X-Session-ID"
 class VllmApi:
     """Client of a vLLM server. Coroutines run in the I/O loop: `api.io.run(api.models())` or `api.io.wait(…)`."""
 
-    def __init__(self, url: str, timeout_s: float, concurrency: int):
+    def __init__(self, url: str, timeout_s: float, concurrency: int, retries: int = 0):
         self.url = url
-        self.io = HttpClient(f"vLLM at {url}", timeout_s=timeout_s, concurrency=concurrency)
+        self.io = HttpClient(f"vLLM at {url}", timeout_s=timeout_s, concurrency=concurrency, retries=retries)
 
     async def completion(
         self, model: str, prompt_ids: Sequence[int], fields: Mapping[str, Any], session: str = ""
@@ -82,10 +84,23 @@ class VllmApi:
 
     async def probe(self, model: str, ids: Sequence[int]) -> list[float]:
         """Return the log-probability of each of `ids` but the first, at temperature 1; never from the prefix cache."""
-        body = {"model": model, "prompt": list(ids), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-        reply = await self.request("/v1/completions", {**body, "add_special_tokens": False})
-        rows = reply["choices"][0]["prompt_logprobs"]
-        return [float(row[str(token)]["logprob"]) for row, token in zip(rows[1:], ids[1:], strict=True)]
+        return _prompt_logprobs(await self.request("/v1/completions", _scoring(model, ids)), ids)
+
+    async def score(self, model: str, ids: Sequence[int]) -> list[float]:
+        """Return the log-probabilities of `probe`, in a slot and with the client's retries.
+
+        Raises:
+            HttpFailure: of the last attempt: no reply, or none with a finite number for each token.
+        """
+
+        def parse(content: bytes) -> list[float]:
+            found = _prompt_logprobs(json.loads(content), ids)
+            if bad := [value for value in found if not NO_NUMBER < value <= 0]:
+                raise ValueError(f"a prompt_logprobs of {bad[0]:g}")
+            return found
+
+        body, url = _scoring(model, ids), self.url + "/v1/completions"
+        return await self.io.request("POST", url, parse, body=body, limit=LARGEST_REPLY)
 
     async def listens(self) -> bool:
         """Return True if a server answers at the address, whatever it says."""
@@ -127,3 +142,19 @@ class VllmApi:
             return json.loads(content)
         except ValueError:
             return content.decode(errors="replace")
+
+
+def _scoring(model: str, ids: Sequence[int]) -> dict[str, Any]:
+    return {
+        "model": model,
+        "prompt": list(ids),
+        "max_tokens": 1,
+        "temperature": 0.0,
+        "prompt_logprobs": 0,
+        "add_special_tokens": False,
+    }
+
+
+def _prompt_logprobs(reply: Any, ids: Sequence[int]) -> list[float]:
+    rows = reply["choices"][0]["prompt_logprobs"]
+    return [float(row[str(token)]["logprob"]) for row, token in zip(rows[1:], ids[1:], strict=True)]
