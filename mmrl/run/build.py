@@ -24,7 +24,7 @@ from mmrl.config.tasks import PRIVILEGED, UNSCORED, EnvironmentConfig
 from mmrl.config.teacher import STUDENT, TeacherConfig
 from mmrl.engines import EngineSetup, build_engine, needs_model
 from mmrl.engines.base import Engine
-from mmrl.errors import ConfigError, refuse, unknown
+from mmrl.errors import ConfigError, nearest, refuse, unknown
 from mmrl.models.assignment import ModuleAssignment
 from mmrl.records import Example
 from mmrl.rollout import with_program
@@ -56,12 +56,24 @@ def build_task(config: TaskConfig, seed: int, prompts: str | None = None) -> Tas
     key = (config.model_dump_json(), seed)
     if key not in _TASKS:
         if config.name not in TASKS:
-            raise ConfigError(unknown("task", config.name, TASKS))
+            raise ConfigError(_unknown_task(config.name))
         task: Any = with_program(TASKS[config.name](config, seed))
         if getattr(config, "caught_parse_penalty", 0.0):
             task.absent_features = frozenset(task.absent_features) - {"penalties"}
         _TASKS[key] = task
     return _TASKS[key]
+
+
+def _unknown_task(name: str) -> str:
+    """Return the sentence for a name that no task has; a file of the user's that sets it is named."""
+    setting = re.compile(rf"^\s*name:\s*['\"]?{re.escape(name)}['\"]?\s*(#.*)?$", re.MULTILINE)
+    for file in sorted(Path("conf", "task").glob("*.yaml")):
+        if setting.search(file.read_text(encoding="utf-8", errors="replace")):
+            return (
+                f"task.name: got '{name}' ({file}), and no task of that name was added; expected plugins: [PACKAGE] in "
+                f"that file, or the name of a built-in task{nearest(name, [*TASKS])}"
+            )
+    return unknown("task", name, TASKS)
 
 
 def forget_task(config: TaskConfig, seed: int) -> None:

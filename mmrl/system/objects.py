@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +20,8 @@ from mmrl.system.user_code import user_failure
 OBJECT = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 """Pattern of such a name; no path of a file with a format of ours and no hub id of data does."""
 
+_ADDED: list[str] = []
+"""Folders that this process has looked for modules in, beside those of Python's own path."""
 _NAMED = re.compile(rf"{re.escape(__name__)}:(?:program|metric)_\d+_(\w+)")
 _LISTS = re.compile(rf"{re.escape(__name__)}:(?:train|dev)_\d+_\w+")
 
@@ -39,17 +42,22 @@ def is_registered(path: str) -> bool:
 
 
 def import_module(key: str, name: str) -> ModuleType:
-    """Import a module of the user's, which may be in the current folder, as with `python -m`.
+    """Import a module of the user's, which may be installed or in the current folder.
 
     Args:
         key: the config key, for errors.
 
     Raises:
-        ConfigError: there is none, or it raises.
+        ConfigError: there is none, there are two of the name, or it raises.
     """
     folder = str(Path.cwd())
     if folder not in sys.path and "" not in sys.path:
-        sys.path.insert(0, folder)  # the `mmrl` script has the folder of the script there
+        # Behind what is installed: in front, a file `datasets.py` there would be what any library imports by that name.
+        earlier = [sys.path.index(place) for place in _ADDED if place in sys.path]
+        sys.path.insert(min(earlier, default=len(sys.path)), folder)
+        _ADDED.append(folder)
+    if problem := _two_of_a_name(name.partition(".")[0], folder):
+        raise ConfigError(f"{key}: got '{name}', and {problem}")
     try:
         return importlib.import_module(name)
     except ConfigError:  # a plugin refuses its own settings
@@ -63,6 +71,22 @@ def import_module(key: str, name: str) -> ModuleType:
             hint += nearest(error.name, [file.stem for file in Path.cwd().glob("*.py")])
         text = str(user_failure(ProgramFailure, error, f"{key}: cannot import '{name}': "))
         raise ConfigError(text + hint) from None
+
+
+def _two_of_a_name(name: str, folder: str) -> str:
+    """Return in words that a module of the current folder has the name of another one; empty where it has not."""
+    own = next((place for place in (Path(folder, name), Path(folder, f"{name}.py")) if place.exists()), None)
+    if own is None or (own.is_dir() and not any(own.glob("*.py"))):
+        return ""
+    if name in sys.builtin_module_names:
+        return f"{own} has the name of a module of Python itself; rename it"
+    own_places = {Path(place).resolve() for place in (folder, *_ADDED)}
+    elsewhere = [place for place in sys.path if place and Path(place).resolve() not in own_places]
+    found = PathFinder.find_spec(name, elsewhere)
+    # Installed from here, it is the same file.
+    if found is None or found.origin is None or Path(found.origin).resolve().is_relative_to(own.resolve()):
+        return ""
+    return f"{own} has the name of {found.origin}; rename it"
 
 
 def display_name(text: str) -> str:

@@ -50,3 +50,24 @@ def test_sigterm_while_a_plugin_is_imported_is_a_stop(tmp_path, monkeypatch, cap
     (tmp_path / "slow_plugin.py").write_text("raise SystemExit(143)\n")
     assert main(["train", "plugins=[slow_plugin]"]) == 143
     assert "stopped by SIGTERM" in capsys.readouterr().err
+
+
+def test_a_file_of_the_current_folder_stands_behind_what_is_installed(tmp_path, monkeypatch, errors_of):
+    """A file `datasets.py` must not be what libraries import, nor a library what was meant by one's own `optuna.py`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
+    for name in ("optuna", "my_plugin"):
+        (tmp_path / f"{name}.py").write_text("raise ValueError('mine')\n")
+    printed = errors_of("train", "plugins=[optuna]")
+    assert f"plugins: got 'optuna', and {tmp_path}/optuna.py has the name of " in printed and "mine" not in printed
+    assert "plugins: cannot import 'my_plugin': ValueError: mine" in errors_of("train", "plugins=[my_plugin]")
+    assert any("site-packages" in place for place in sys.path[: sys.path.index(str(tmp_path))])
+
+
+def test_a_config_of_ones_own_whose_task_nobody_adds_is_named(tmp_path, monkeypatch, errors_of):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "conf" / "task").mkdir(parents=True)
+    (tmp_path / "conf" / "task" / "ghost.yaml").write_text("# @package _global_\ntask:\n  name: hotpotqua  # mine\n")
+    printed = errors_of("train", "task=ghost", "algo=grpo")
+    assert "task.name: got 'hotpotqua' (conf/task/ghost.yaml), and no task of that name was added" in printed
+    assert "did you mean 'hotpotqa'?" in printed

@@ -114,6 +114,7 @@ def test_bad_records_name_file_and_record_and_nothing_becomes_the_text_none(tmp_
         ("a.json", b'[\n{"a": 1},\n{"b" 2}]', "a.json: not JSON (Expecting ':' delimiter: line 3"),
         ("a.json", b"", "a.json: not JSON (Expecting value: line 1"),
         ("a.jsonl", b'{"a": 1}\n\n{oops}\n', "a.jsonl line 3: not JSON"),
+        ("a.jsonl", b'{"a": {"b": 1, "c": 1, "b": 2}}\n', "a.jsonl line 1: not JSON (the key 'b' stands twice in an"),
         ("a.jsonl", b"\n \n", "has no records"),
         ("a.json", b'{"a": 1}\n{"a": 2}\n', "a.json: not JSON (Extra data: line 2 column 1 (char 9)); records line by"),
         ("a.jsonl", b'[{"a": 1}]', "a.jsonl line 1: got a list, expected a record; a list of records is a .json"),

@@ -163,6 +163,15 @@ def test_a_misspelt_name_finds_the_nearest(tmp_path, monkeypatch):
             read_at()
 
 
+def test_a_file_that_is_named_twice_is_refused(tmp_path):
+    """By whichever spelling: its records would be asked twice as often."""
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"a": 1}\n')
+    for spec in (f"{file},{file}", f"{tmp_path},{tmp_path}/*.jsonl", f"{file},{tmp_path}/../{tmp_path.name}/a.jsonl"):
+        with pytest.raises(DataError, match=r"task.data.train: .*a.jsonl is named twice"):
+            Source("task.data.train", spec).files("train")
+
+
 def test_splits_that_share_a_file_are_seen(tmp_path):
     one, two = saved(tmp_path / "a.jsonl", ROWS), saved(tmp_path / "b.jsonl", ROWS)
     pattern = str(tmp_path / "*.jsonl")

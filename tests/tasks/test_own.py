@@ -81,7 +81,10 @@ def test_a_script_that_is_too_short_or_too_long_is_told(tmp_path):
 
 
 def test_bad_records_name_file_and_line(tmp_path):
-    assert "train.jsonl line 3: word is missing (fields: end)" in problems(tmp_path, rows=[{"word": "a"}, {"end": "!"}])
+    missing = "train.jsonl line 3: word is missing, which task shout: OwnTask(inputs=...) names (fields: end)"
+    assert missing in problems(tmp_path, rows=[{"word": "a"}, {"end": "!"}])
+    assert "did you mean 'words'?" in problems(tmp_path, rows=[{"words": "a"}])
+    assert "line 1: got int, expected a record with fields" in problems(tmp_path, rows=[7])
     assert "line 1: got a list, expected a record" in problems(tmp_path, rows=[[1]])
     assert "line 3: duplicate id '7'" in problems(tmp_path, rows=[{"word": "a", "id": 7}, {"word": "b", "id": "7"}])
     assert "no such file" in problems(tmp_path, dev="nowhere.jsonl")

@@ -11,11 +11,14 @@ import pytest
 import torch
 
 from mmrl.errors import ConfigError
+from mmrl.rollout.scripted import play as play_function
 from tests.helpers.programs import filled, problems, saved
 from tests.helpers.programs import make_dspy as make
 from tests.helpers.programs import play_dspy as play
 
 OWN = """
+import functools
+
 import dspy
 
 class Answerer(dspy.Module):
@@ -60,6 +63,29 @@ def makes(question):
 
 async def asks(question):
     return question
+
+def sync(example, ctx):
+    return "no call is awaited"
+
+def logged(function):
+    @functools.wraps(function)
+    def wrapper(*given):
+        return function(*given)
+    return wrapper
+
+decorated = logged(plain)
+
+class Called:
+    async def __call__(self, example, ctx):
+        return await plain(example, ctx)
+
+called = Called()
+
+async def copies(example, ctx):
+    return (await plain(example, ctx)) and example.metadata.get("gold", "nothing")
+
+def gold(record, prediction):
+    return float(record["gold"] == prediction)
 
 def one(example):
     return 1.0
@@ -185,6 +211,10 @@ FUNCTION = "expected a function (record, prediction) -> number"
         ({"program": "own_program:number"}, "task.program"),
         ({"program": "own_program:plain"}, "task.modules: missing"),
         ({"modules": ("x",)}, "task.modules: has no effect"),
+        (
+            {"program": "own_program:sync", "modules": ("speaker",)},
+            "task.program: own_program:sync is not async, and awaits no reply so; write async def",
+        ),
         ({"metric": "own_program:number"}, "task.metric: own_program:number is a int"),
         ({"program": "own_program:Wants"}, "task.inputs: got question, but Wants.forward takes (query, k=3)"),
         ({"program": "own_program:WantsAsync"}, "task.inputs: got question, but WantsAsync.aforward takes (*, query)"),
@@ -219,3 +249,21 @@ def test_metrics_and_programs_of_any_fitting_form_are_taken(own):
     with pytest.raises(ConfigError) as caught:
         task(own, **both)
     assert len(caught.value.problems) == 2
+    faults = {"program": "own_program:absent", "metric": "own_program:absent"}
+    with pytest.raises(ConfigError) as caught:
+        task(own, **faults)
+    assert [problem.partition(":")[0] for problem in caught.value.problems] == ["task.program", "task.metric"]
+
+
+@pytest.mark.parametrize("name", ["plain", "decorated", "called"])
+def test_an_async_program_may_be_decorated_or_an_object(own, name):
+    built = task(own, program=f"own_program:{name}", modules=("speaker",), metric="own_program:gold")
+    (example, *_) = built.examples("train")
+    assert [play_function(built, example, [text]).reward for text in ("a0", "a1")] == [1.0, 0.0]
+
+
+def test_a_program_cannot_copy_what_it_is_scored_by(own):
+    built = task(own, program="own_program:copies", modules=("speaker",), metric="own_program:gold")
+    (example, *_) = built.examples("train")
+    rollout = play_function(built, example, ["wrong"])
+    assert (rollout.prediction, rollout.reward) == ("nothing", 0.0)

@@ -158,7 +158,10 @@ class Source:
             return []
         try:
             if names_files(self.spec):
-                return [file for part in parts_of(self.spec) for file in files_of(part, split)]
+                files = [file for part in parts_of(self.spec) for file in files_of(part, split)]
+                if twice := [file for file, count in Counter(map(Path.resolve, files)).items() if count > 1]:
+                    raise DataError(f"{twice[0]} is named twice, and its records would count twice; name it once")
+                return files
         except DataError as error:
             raise DataError(f"{self.key}: {error}") from None
         path = user_path(self.spec)
@@ -318,9 +321,18 @@ def _jsonl(path: Path) -> Iterator[Row]:
             yield Row(where, values)
 
 
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Return a JSON object; of a key that stands twice in it, one value would be lost."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        key = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key '{key}' stands twice in an object")
+    return found
+
+
 def _parsed(text: str, where: str) -> object:
     try:
-        values = json.loads(text)
+        values = json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:  # also a number of thousands of digits, or thousands of brackets
         raise ValueError(f"{where}: not JSON ({error})") from None
     if not HALF.search(text):

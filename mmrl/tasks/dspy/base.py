@@ -102,7 +102,12 @@ class DspyTask(Task):
         """
         if not self.sources:
             return {split: self.mini(split) for split in SPLITS}
-        return {split: self.read(split) if split in self.sources else [] for split in SPLITS}
+        problems, examples = list[str](), dict[str, Sequence[Example]]()
+        for split in SPLITS:
+            with gathered(problems):
+                examples[split] = self.read(split) if split in self.sources else []
+        refuse(problems)
+        return examples
 
     def mini(self, split: str) -> Sequence[Example]:
         """Return the mini world's examples of a split, for a config that names no data."""

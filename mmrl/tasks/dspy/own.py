@@ -18,7 +18,7 @@ from typing import Any
 from typing_extensions import override
 
 from mmrl.config.tasks import UNSCORED, DspyProgramConfig, MetricsConfig, TaskConfig
-from mmrl.errors import ConfigError, DataError, ProgramFailure, RewardFailure, gathered, refuse
+from mmrl.errors import ConfigError, DataError, ProgramFailure, RewardFailure, gathered, nearest, refuse
 from mmrl.records import EMPTY, LARGEST, Call, Example
 from mmrl.system.objects import display_name, imported
 from mmrl.system.user_code import as_async, as_number, call_scorer, user_failure
@@ -107,7 +107,7 @@ class RecordTask(DspyTask):
         rewards: Mapping[str, Callable[..., Any]],
         extra_arguments: bool,
     ):
-        self.parts_given, self.main_metric = parts, parts.main_metric
+        self.parts_given, self.main_metric, self.key = parts, parts.main_metric, key
         problems: list[str] = []
         self._program: object = None
         with gathered(problems):
@@ -146,9 +146,14 @@ class RecordTask(DspyTask):
         return self.read_all(split, self._example)
 
     def _example(self, key: str, row: Row, number: str) -> Example:
-        inputs, fields = self.parts_given.inputs, row.values if isinstance(row.values, Mapping) else {}
+        inputs, fields = self.parts_given.inputs, row.values
+        if not isinstance(fields, Mapping):
+            raise DataError(f"{key}: {row.where}: got {type(fields).__name__}, expected a record with fields")
         if missing := [field for field in inputs if field not in fields]:
-            raise DataError(f"{key}: {row.where}: {', '.join(missing)} is missing (fields: {', '.join(fields)})")
+            raise DataError(
+                f"{key}: {row.where}: {', '.join(missing)} is missing, which {self.key('inputs')} names (fields: "
+                f"{', '.join(map(str, fields))}){nearest(missing[0], [*map(str, fields)])}"
+            )
         name = record_id(fields, "id", otherwise=number)
         return Example(id=name, inputs={field: fields[field] for field in inputs}, metadata=self.metadata(fields))
 
@@ -209,11 +214,16 @@ class ImportedTask(RecordTask):
         }
         problems = [f"task.{name}: missing; {hint}" for name, hint in expected.items() if not getattr(config, name)]
         refuse(problems)
-        metrics, path = imported_metrics(config), str(config.program)
+        metrics, path = dict[str, Callable[..., Any]](), str(config.program)
+        with gathered(problems):
+            program = imported("task.program", path)
+        with gathered(problems):
+            metrics = imported_metrics(config)
+        refuse(problems)
         metric, main = (as_one(metrics, config), "score") if metrics else (unscored, FINISHED)
         if not metrics:
             self.reward_sets = (UNSCORED,)
-        parts = OwnTask(imported("task.program", path), metric, config.inputs, config.modules, main_metric=main)
+        parts = OwnTask(program, metric, config.inputs, config.modules, main_metric=main)
         super().__init__(parts, config, seed, key="task.{}".format, name=path, rewards=metrics, extra_arguments=True)
 
     async def score(self, example: Example, prediction: object, path: Sequence[Call], reward_set: str) -> Score:
@@ -262,12 +272,14 @@ def _program(source: Any, modules: Sequence[str], name: str, key: Callable[[str]
         ConfigError: neither.
     """
     # A function does not say which modules it calls, and groups, weights and metrics are by module.
-    if inspect.iscoroutinefunction(source):
+    if _is_async(source):
         if not modules:
             raise ConfigError(f"{key('modules')}: missing; expected the names that {name} passes to ctx.call")
         if (takes := refusing_signature(source, None, None)) is not None:
             raise ConfigError(f"{key('program')}: {name} takes {takes}, expected an async function (example, ctx)")
         return FunctionProgram(source, tuple(modules))
+    if modules and inspect.isroutine(source) and refusing_signature(source, None, None) is None:
+        raise ConfigError(f"{key('program')}: {name} is not async, and awaits no reply so; write async def {name}")
     # An object with `modules` names its own; two lists could disagree.
     if modules:
         raise ConfigError(f"{key('modules')}: has no effect with {name}, which is no async function; leave it out")
@@ -291,6 +303,14 @@ def _program(source: Any, modules: Sequence[str], name: str, key: Callable[[str]
             "object with `modules` and `run`"
         )
     return built
+
+
+def _is_async(source: object) -> bool:
+    """Return True for an async function, also behind a decorator, and for an object that is called as one."""
+    if inspect.isclass(source) or _is_program(source):
+        return False
+    inner = inspect.unwrap(source) if callable(source) else None
+    return any(map(inspect.iscoroutinefunction, (source, inner, getattr(source, "__call__", None))))  # noqa: B004
 
 
 def _is_program(value: object) -> bool:
