@@ -195,7 +195,8 @@ class EngineFailure(RolloutError):
 
 
 class RequestFailure(EngineFailure):
-    """No engine could generate for the request: an empty prompt, a token id outside the vocabulary."""
+    """No engine could generate for the request: an empty prompt, a token id outside the vocabulary; or an endpoint
+    refused its length or content."""
 
 
 class JudgeFailure(RolloutError):

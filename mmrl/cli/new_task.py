@@ -9,7 +9,6 @@ import importlib.util
 import keyword
 import shlex
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 from typing import Literal
@@ -101,7 +100,7 @@ def write(name: str, top: Path, kind: str) -> list[Path]:
 def next_commands(name: str, top: Path) -> str:
     """Return the next commands: the test, a short training run, an evaluation of it."""
     lines = [
-        f"python -m pytest {name}" + ("" if find_spec("pytest") else "    # after: pip install pytest"),
+        f"python -m pytest {name}" + ("" if importlib.util.find_spec("pytest") else "    # after: pip install pytest"),
         f"mmrl train task={name} algo=mmgrpo train.steps=15 train.batch_size=8 run.dir=outputs/{name}_first",
         f"mmrl eval task={name} policy=outputs/{name}_first",
     ]

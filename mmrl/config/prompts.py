@@ -93,8 +93,8 @@ class Miprov2Config(BootstrapConfig, ProposingConfig):
     name: Literal["miprov2"]
     auto: Auto | None = Field(
         "medium",
-        description="light, medium, heavy: 6, 12, 18 sets of demonstrations, half as many instructions, at most 100, "
-        "300, 1000 validation examples; null: as num_candidates and num_trials say",
+        description="light, medium, heavy: 6, 12, 18 sets of demonstrations, half as many instructions (as many "
+        "without demonstrations), at most 100, 300, 1000 validation examples; null: by num_candidates and num_trials",
     )
     num_candidates: int | None = Field(None, ge=1, description="sets of demonstrations per module; null: as auto says")
     num_instruct_candidates: int | None = Field(
@@ -160,6 +160,11 @@ class Miprov2Config(BootstrapConfig, ProposingConfig):
             problems.append(
                 "max_bootstrapped_demos: got 0 without max_labeled_demos=0, which MIPROv2 cannot; set both to 0 "
                 "(instructions alone), or this one to at least 1"
+            )
+        if self.num_candidates is not None and (self.num_instruct_candidates or 0) > self.num_candidates:
+            problems.append(
+                f"num_instruct_candidates: got {self.num_instruct_candidates}, and MIPROv2 writes no more instructions "
+                f"than it has sets of demonstrations; expected at most num_candidates={self.num_candidates}"
             )
         if problems:
             raise ValueError(*problems)

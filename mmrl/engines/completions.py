@@ -17,6 +17,11 @@ MOST_TOKENS = 10**9
 """A reply that counts more has miscounted."""
 LIMITS = ("max_tokens", "max_completion_tokens")
 """The two names of the limit of new tokens."""
+_THIS_ONE = re.compile(
+    r"context_length_exceeded|context (length|window|size)|prompt is too long|content[_ ](filter|policy|management)",
+    re.IGNORECASE,
+)
+"""What servers say of a prompt beyond their context, or of one that a filter stopped."""
 _REFUSED = re.compile(
     r"unsupported|not support|not permitted|not allowed|unknown|unrecognized|unexpected", re.IGNORECASE
 )
@@ -111,6 +116,11 @@ def remedy(path: str, body: Mapping[str, object], status: int, text: str) -> str
         return ""
     refused = [name for name in SENT if name in body and re.search(rf"\b{name}\b", text)]
     return f" (leave it out: {path}.omit=[{','.join(refused)}])" if refused else ""
+
+
+def refuses_this_one(status: int, text: str) -> bool:
+    """Return True for a refusal of one request, not of all: its prompt is too long, or filtered for its content."""
+    return status in (400, 413, 422) and _THIS_ONE.search(text) is not None
 
 
 def check_length(text: str, body: Mapping[str, object]) -> None:

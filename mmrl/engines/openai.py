@@ -26,10 +26,11 @@ from mmrl.engines.completions import (
     check_length,
     cut_at_the_limit,
     read_completion,
+    refuses_this_one,
     remedy,
     request_body,
 )
-from mmrl.errors import ConfigError, EngineFailure
+from mmrl.errors import ConfigError, EngineFailure, RequestFailure
 from mmrl.secrets import add_secret
 from mmrl.system.http_client import HttpClient, HttpFailure
 from mmrl.system.memo import Memo
@@ -210,7 +211,8 @@ class OpenAIChat:
     def _failed(self, failure: HttpFailure) -> EngineFailure:
         """Count the failure of a request and return it."""
         tries = f" ({failure.tries} tries)" if failure.transient else ""
-        failed = EngineFailure(f"{self._name()}: {failure.reason}{tries}")
+        kind = RequestFailure if refuses_this_one(failure.status, failure.text) else EngineFailure
+        failed = kind(f"{self._name()}: {failure.reason}{tries}")
         self.usage.failures += 1
         if worth_logging(self.usage.failures):
             LOG.warning("%s: request given up (%d so far): %s", self.path, self.usage.failures, failed)

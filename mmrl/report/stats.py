@@ -236,14 +236,16 @@ class Difference:
 
     @property
     def certain(self) -> bool:
-        """True if the interval excludes 0."""
-        return self.low > 0 or self.high < 0
+        """True if the interval excludes 0; of few items it is far too narrow, and of one it is a point."""
+        return self.n >= LEAST_ITEMS and (self.low > 0 or self.high < 0)
 
     @property
     def verdict(self) -> str:
         """Remark beside the numbers; empty for a certain difference."""
         if self.certain:
             return ""
+        if self.n < LEAST_ITEMS and (self.low > 0 or self.high < 0):
+            return "few items"
         return "unchanged" if self.low == self.high == 0 else "may be chance"
 
 

@@ -199,8 +199,17 @@ def config_of_resumed(config: ConfigT, folder: Path) -> ConfigT:
         CheckpointError: what it started from has changed, or is not there.
     """
     start = config.start
-    if start is None:
-        return config
+    return config if start is None else _with_policy(config, require_start(config, folder), start)
+
+
+def require_start(config: StageConfig, folder: Path) -> Policy:
+    """Return the policy that the run in `folder` has started from (`from=RUN`), where that lies now.
+
+    Raises:
+        CheckpointError: as `config_of_resumed`.
+    """
+    start = config.start
+    assert start is not None
     # A folder with both runs may have been moved as a whole.
     before = run_of(start.run)
     candidates = [Path(start.run), folder.absolute().parent / before.name / Path(start.run).relative_to(before)]
@@ -208,7 +217,7 @@ def config_of_resumed(config: ConfigT, folder: Path) -> ConfigT:
     for candidate in existing:
         policy = _policy_at_start(candidate, config)
         if policy is not None and _start_of(candidate, policy, start.run) == start:
-            return _with_policy(config, policy, start)
+            return policy
     problem = "has another policy now than the one that this run started from" if existing else "is not there"
     raise CheckpointError(
         f"{folder}: from={existing[0] if existing else start.run} {problem}; restore it, or start a new run"

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, stdev
@@ -24,7 +25,8 @@ from mmrl.report.stats import Difference, paired_difference, series, stratified_
 from mmrl.sets.queue import CellRun, PlannedRun
 from mmrl.sets.settings import VARYING, differing, seeds_text
 from mmrl.sets.spec import SetSpec
-from mmrl.store.rundir import RunDir
+from mmrl.store.rundir import EXAMPLES, RunDir
+from mmrl.system.files import JsonObject
 
 LEAST_ITEMS, LEAST_SEEDS, LEAST_GAIN = 200, 3, 0.05
 """"Learns" asks for: evaluated items, seeds (all of them), after - before."""
@@ -96,10 +98,29 @@ class RunResult:
         return bool(self.overview.summary)
 
     @cached_property
+    def start(self) -> Overview:
+        """The first run of the chain that was asked what the last one was: others' scores are of other items."""
+        asked = asked_in(self.overview)
+        return next(run for run in self.chain if run is self.overview or not conflict(asked_in(run), asked))
+
+    @cached_property
     def before(self) -> pandas.DataFrame:
         """Scores before training; empty where nothing was evaluated."""
-        steps = _evaluated(self.chain[0])
+        steps = _evaluated(self.start)
         return scores_of(steps[min(steps)] if steps else [])
+
+    @property
+    def failed(self) -> dict[str, float]:
+        """`before` and `after` -> share of that evaluation's rollouts that failed from outside, where any did."""
+        shares = {}
+        for when, run, which in (("before", self.start, min), ("after", self.overview, max)):
+            key = f"eval/{run.split}/failed_share"
+            steps = _evaluated(run)
+            found = [record[key] for record in run.history if key in record and record["step"] == which(steps)]
+            shares[when] = float(found[-1]) if found else 0.0
+        if self.overview.evaluates:
+            shares = {"after": float((self.overview.summary.get("metrics") or {}).get("failed_share", 0))}
+        return {when: share for when, share in shares.items() if share}
 
     @cached_property
     def after(self) -> pandas.DataFrame:
@@ -137,6 +158,44 @@ def _evaluated(overview: Overview) -> Mapping[int, Sequence[Item]]:
     # An evaluation's items are written one by one; its metrics line comes last and marks it as complete.
     complete = {record["step"] for record in overview.history if f"eval/{overview.split}/n" in record}
     return {step: items for step, items in overview.items.get(overview.split, {}).items() if step in complete}
+
+
+def asked_in(run: Overview) -> Mapping[str, JsonObject]:
+    """Return id -> texts of the examples of a run's evaluations; none where they cannot be read."""
+    file = run.run.path / EXAMPLES
+    facts = file.stat() if file.is_file() else None
+    return {} if facts is None else _read_asked(run.run, run.split, facts.st_mtime_ns, facts.st_size)
+
+
+@lru_cache(maxsize=1024)
+def _read_asked(run: RunDir, split: str, *_: int) -> Mapping[str, JsonObject]:
+    # Read again where the file is another: the page of a set is drawn after each of its runs.
+    with suppress(MmrlError):
+        return {name: line for (of, name), line in run.examples.items() if of == split}
+    return {}
+
+
+def conflict(first: Mapping[str, JsonObject], second: Mapping[str, JsonObject]) -> str:
+    """Return an id under which two runs were asked different records; empty: there is none."""
+    return next((name for name, line in first.items() if second.get(name, line) != line), "")
+
+
+def _conflict_of(runs: Sequence[Overview]) -> str:
+    """Return in words which records of some runs differ under one id; empty: none do."""
+    for run in runs[1:]:
+        if name := conflict(asked_in(runs[0]), asked_in(run)):
+            return f"{name} of {runs[0].run.path} and {run.run.path}"
+    return ""
+
+
+def _edited(runs: Sequence[Overview]) -> list[str]:
+    """Return the files of the user's code that were not the same in all starts of some runs."""
+    digests: dict[str, set[str]] = {}
+    for run in runs:
+        for start in (run.environment, *(run.environment.get("resumed") or ())):
+            for name, digest in (start.get("own_code") or {}).items():
+                digests.setdefault(name, set()).add(digest)
+    return [name for name, found in digests.items() if len(found) > 1]
 
 
 def scores_of(items: Sequence[Item]) -> pandas.DataFrame:
@@ -253,7 +312,17 @@ class SetResult:
             if different := differing(finished, VARYING):
                 problems.append(f"{self._pair_name(pair)}: not averaged, its seeds differ in {', '.join(different)}")
                 cell_runs = []
+            elif other := _conflict_of(finished):
+                problems.append(f"{self._pair_name(pair)}: not averaged, its seeds were asked other records: {other}")
+                cell_runs = []
             started[pair] = sorted(cell_runs, key=lambda scored: scored.seed)
+        for column in self.columns:
+            finished = [run.overview for row in self.rows for run in started.get((row, column), ()) if run.finished]
+            name = f"{column}: " if column else ""
+            if other := _conflict_of(finished):
+                problems.append(f"{name}rows that were asked other records are not compared: {other}")
+            if edited := _edited(finished):
+                problems.append(f"{name}runs were made with other code of yours: {', '.join(edited)}")
         return started, problems
 
     def _run_result(self, pair: tuple[str, str], run: CellRun) -> tuple[RunResult | None, str]:
@@ -266,11 +335,13 @@ class SetResult:
         if run.path not in self.overviews:
             return None, run.failure()
         scored = self.result_type(run.seed, self.metric(*pair), chain)
-        failed = (scored.overview.summary.get("metrics") or {}).get("failed_share", 0)
-        partly = f"{failed:.1%} of the rollouts failed from outside and count 0" if failed and scored.finished else ""
+        failed = " and ".join(f"{share:.1%} of the rollouts {when}" for when, share in scored.failed.items())
+        partly = f"{failed} failed from outside and count 0" if failed and scored.finished else ""
+        if scored.start is not chain[0]:
+            partly = f"before is that of {scored.start.run.path}, the runs before it were asked other records; {partly}"
         extended = [link.run for link in chain if self.queue and link.run.segments]
         longer = ", ".join(f"{run.path} was extended to {run.segments[-1]['steps']} steps" for run in extended)
-        return scored, run.failure() or partly or longer
+        return scored, run.failure() or partly.removesuffix("; ") or longer
 
     def started(self, row: str, column: str) -> list[RunResult]:
         """Return the started runs of a cell, by seed."""
@@ -285,8 +356,10 @@ class SetResult:
         return {row: runs for row in self.rows if (runs := self.started(row, column))}
 
     def metric(self, row: str, column: str) -> str:
-        """Return the metric of a cell: the task's main one."""
-        return self.runs[row, column][0].metric
+        """Return the metric of a cell: the task's main one, which programs of the user's may choose by run."""
+        runs = self.runs[row, column]
+        summaries = (overview.summary for run in runs if (overview := self.overview(run.path)) is not None)
+        return next((str(name) for summary in summaries if (name := summary.get("main_metric"))), runs[0].metric)
 
     def made_otherwise(self, row: str, column: str) -> bool:
         """True if runs of a cell have other settings than the set's."""
@@ -346,6 +419,8 @@ class SetResult:
         An item's score is its mean over the seeds that both finished; the interval is over items. None without a seed
         or an item in common.
         """
+        if _conflict_of([run.overview for row in (first, second) for run in self.finished(row, column)]):
+            return None
         blocks = [self.block(row, column) for row in (first, second)]
         seeds = sorted(set(blocks[0].index) & set(blocks[1].index))
         first_means, second_means = (item_means(block.loc[seeds]) for block in blocks)

@@ -11,7 +11,7 @@ from mmrl.report.overview import Overview
 from mmrl.sets.cells import SetResult
 from mmrl.sets.plan import main_metrics
 from mmrl.sets.queue import CellRun
-from mmrl.sets.settings import NOT_VARIANTS, STARTED, settings_of
+from mmrl.sets.settings import NOT_VARIANTS, STARTED, settings_in
 from mmrl.sets.spec import Column, Row, SetSpec
 from mmrl.store.policy import run_of
 from mmrl.store.rundir import RunDir
@@ -50,8 +50,9 @@ def _existing_run(path: Path, metric: str = "") -> CellRun:
     """Return an existing run, with the runs that it starts from."""
     config = RunDir.read(path).config
     start = run_of(config["start"]["run"]) if config.get("start") else None
-    # The folder that holds both runs may have been moved.
+    # The folder that holds both may have been moved, or be looked at from elsewhere: a set's paths begin where it ran.
     folders = [start, path.parent / start.name] if start is not None else []
+    folders += [above / start for above in path.absolute().parents] if start is not None else []
     before = next((folder for folder in folders if (folder / "config.yaml").is_file()), None)
     after = _existing_run(before) if before is not None else None
     return CellRun(seed=int(config.get("seed", 0)), path=path, after=after, metric=metric)
@@ -60,8 +61,19 @@ def _existing_run(path: Path, metric: str = "") -> CellRun:
 def _labels(members: Sequence[Overview]) -> Iterator[str]:
     """Yield the label of each run: the algorithm's name, with the values, or the folder, by which its runs differ."""
     chains = [[RunDir.read(link.path).config for link in _existing_run(run.run.path).chain] for run in members]
-    names = ["+".join(str(config["algo"]["name"]) for config in chain) for chain in chains]
-    settings = [settings_of(run, STARTED if run.get("start") else NOT_VARIANTS) for run in members]
+    names = []
+    for chain in chains:
+        # A chain that begins with a run from another one has lost that.
+        lost = [f"({Path(chain[0]['start']['run']).name} is not here)"] if chain[0].get("start") else []
+        names.append("+".join([*lost, *(str(config["algo"]["name"]) for config in chain)]))
+    settings = [
+        {
+            f"{config['algo']['name']}.{path}" if before else path: value
+            for before, config in zip([*[True] * (len(chain) - 1), False], chain, strict=True)
+            for path, value in settings_in(config, STARTED if config.get("start") else NOT_VARIANTS).items()
+        }
+        for chain in chains
+    ]
     labels: list[str] = []
     for name, values in zip(names, settings, strict=True):
         same = [other for other_name, other in zip(names, settings, strict=True) if other_name == name]

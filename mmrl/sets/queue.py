@@ -19,13 +19,15 @@ from datetime import date
 from pathlib import Path
 from typing import Literal, Self
 
-from mmrl.config import EvalRunConfig, StageConfig
+from mmrl.config import EvalRunConfig, StageConfig, schema_of, validate_stored
 from mmrl.config.base import path_override, value_at
-from mmrl.errors import ConfigError, MmrlError
+from mmrl.errors import CheckpointError, ConfigError, MmrlError
 from mmrl.report.stats import duration
 from mmrl.run.before import before_differences
 from mmrl.run.settle import settle
+from mmrl.run.start import require_start
 from mmrl.sets.spec import Command
+from mmrl.store.machine import changed_code
 from mmrl.store.rundir import RunDir, holds_only_leftovers, is_run
 from mmrl.system.child_process import end_with_parent
 
@@ -86,6 +88,8 @@ class PlannedRun(CellRun):
     """Exit code of its process; 0 for a run that was finished before, None where it did not run."""
     reason: str = ""
     """Reason why the run was not started; empty if it was."""
+    log_start: int = 0
+    """Bytes of its log that earlier starts have written."""
 
     @property
     def name(self) -> str:
@@ -110,7 +114,9 @@ class PlannedRun(CellRun):
         """Return the last error that a failed run printed."""
         if self.reason or not self.code:
             return self.reason
-        lines = self.log.read_text(errors="replace").splitlines() if self.log.is_file() else []
+        # Of its last start: an earlier one may have failed for another reason.
+        content = self.log.read_bytes()[self.log_start :] if self.log.is_file() else b""
+        lines = content.decode(errors="replace").splitlines()
         # A killed run prints no error line; its last line is then the best hint.
         errors = [line for line in lines if line.startswith("error: ")] or [line for line in lines if line.strip()]
         message = f", {errors[-1].strip()[:300]} (log: {self.log})" if errors else ""
@@ -175,6 +181,8 @@ class RunQueue:
             if run.after is not None and run.after.code != 0:
                 raise ConfigError(f"{run.after.name} failed")
             state = run_state(run.path)
+            if state == "finished" and run.after is not None:
+                _require_start(run.path)
             # A run whose set was killed gets SIGTERM from the system and still writes its last checkpoint.
             if state == "unfinished" and not _within(LOCK_S, lambda: not RunDir(run.path).in_use):
                 raise ConfigError(f"{run.path}: another process has this run; try again once it has ended")
@@ -184,8 +192,9 @@ class RunQueue:
             self._say(f"{run.name}: left out: {error}")
             return
         if state == "finished":
-            run.code = 0
-            self._say(f"{run.name}: finished before, kept")
+            run.code, changed = 0, changed_code(RunDir.read(run.path).environment)
+            though = f", though {', '.join(changed)} has changed since; delete {run.path} to run it again"
+            self._say(f"{run.name}: finished before, kept{though if changed else ''}")
             return
         # A process each: a run that dies of memory or a signal takes neither the queue nor the others along.
         command = [*self.launcher, *MMRL, run.command]
@@ -204,6 +213,7 @@ class RunQueue:
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} if self.at_once > 1 and not self.launcher else {}
         # Appended, so that the log of a continued run has its earlier output too.
         with open(run.log, "ab") as log:
+            run.log_start = log.tell()
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -263,6 +273,23 @@ class RunQueue:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def _require_start(path: Path) -> None:
+    """Refuse a finished run whose start has another policy now: its numbers are of one that is gone.
+
+    Raises:
+        ConfigError: with what to do.
+    """
+    stored = RunDir.read(path).config
+    if not stored.get("start"):
+        return
+    config = validate_stored(schema_of(stored), stored)
+    assert isinstance(config, StageConfig)
+    try:
+        require_start(config, path)
+    except CheckpointError as error:
+        raise ConfigError(f"{str(error).partition('; restore')[0]}; delete {path} to run it again") from None
 
 
 def _within(seconds: float, check: Callable[[], bool]) -> bool:

@@ -29,7 +29,12 @@ def settings_of(overview: Overview, excluded: tuple[str, ...]) -> dict[str, obje
 
     Endpoints stay in any case: which model answers is no matter of the machine.
     """
-    settings = flattened(overview.config).items()
+    return settings_in(overview.config, excluded)
+
+
+def settings_in(config: Mapping[str, object], excluded: tuple[str, ...]) -> dict[str, object]:
+    """Return the settings of a run's config, as `settings_of`."""
+    settings = flattened(config).items()
     return {path: v for path, v in settings if path.startswith("engine.endpoint") or not path.startswith(excluded)}
 
 

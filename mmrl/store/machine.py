@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import site
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from mmrl.system.files import JsonObject
+from mmrl.system.files import JsonObject, file_digest
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TOKENIZERS_PARALLELISM")
 
@@ -44,7 +45,33 @@ def describe_environment(command: Sequence[str]) -> JsonObject:
         "git": git_state(Path.cwd()),
         "mmrl_git": git_state(Path(__file__).parent),
         "mmrl_code": code_digest(),
+        "own_code": own_code(),
     }
+
+
+def own_code() -> dict[str, str]:
+    """Return file -> SHA-256 of the modules that are loaded and neither installed nor mmrl's: programs, metrics, data.
+
+    Files below the current folder are named from there.
+    """
+    installed = [Path(place).resolve() for place in (sys.prefix, sys.base_prefix, *site.getsitepackages())]
+    here, own = Path.cwd(), Path(__file__).parents[1]
+    found = {}
+    for module in list(sys.modules.values()):
+        path = Path(getattr(module, "__file__", None) or "").absolute()
+        if path.suffix != ".py" or not path.is_file() or path.is_relative_to(own):
+            continue
+        if not any(path.resolve().is_relative_to(place) for place in installed):
+            name = path.relative_to(here) if path.is_relative_to(here) else path
+            found[str(name)] = file_digest(path)
+    return found
+
+
+def changed_code(facts: JsonObject) -> list[str]:
+    """Return the files of the user's code that are others now than in the last start that `environment.json` knows."""
+    starts = [facts, *(start for start in facts.get("resumed") or () if isinstance(start, dict))]
+    code, folder = starts[-1].get("own_code") or {}, Path(str(starts[-1].get("cwd", "")))
+    return [name for name, digest in code.items() if (folder / name).is_file() and file_digest(folder / name) != digest]
 
 
 @cache

@@ -64,8 +64,12 @@ OPTIMISERS: dict[str, dict[str, Any]] = {
 OPTIONS = {"miprov2": MIPRO, **OPTIMISERS}
 
 
+class Cut(str):
+    """Answer that ends at the limit of new tokens."""
+
+
 class ScriptedEngine(Engine):
-    """Answers messages by `answer(messages, temperature, seed)`; an answer may be an exception."""
+    """Answers messages by `answer(messages, temperature, seed)`; an answer may be an exception, or `Cut`."""
 
     def __init__(self, answer: Any):
         self.answer, self.tokenizer = answer, load_tokenizer(MODEL)
@@ -81,8 +85,10 @@ class ScriptedEngine(Engine):
         text = self.answer(request.messages, request.sampling.temperature, request.sampling.seed)
         if isinstance(text, BaseException):
             raise text
-        ids = (*encode_text(self.tokenizer, text), self.tokenizer.eos_token_id)
-        return Completion(ids=ids, logprobs=None, finish="eos")
+        ids = tuple(encode_text(self.tokenizer, text))
+        if isinstance(text, Cut):
+            return Completion(ids=ids, logprobs=None, finish="length")
+        return Completion(ids=(*ids, self.tokenizer.eos_token_id), logprobs=None, finish="eos")
 
 
 def field(name: str, text: str) -> str:

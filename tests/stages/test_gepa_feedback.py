@@ -72,6 +72,17 @@ def test_each_module_reads_what_is_said_of_its_own_calls(tmp_path, metric):
     assert "secret" not in first + second, "it was for the metric to say"
 
 
+def of_both(gold, pred, trace=None, pred_name=None, pred_trace=None):
+    said = "OF ALL" if pred_name is None else "OF THE FIRST" if pred_name == "first" else ""
+    return dspy.Prediction(score=0.0, feedback=said)
+
+
+def test_what_is_said_of_a_module_goes_before_what_is_said_of_the_rollout(tmp_path):
+    first, second = reflected(tmp_path, of_both)
+    assert "OF THE FIRST" in first and "OF ALL" not in first
+    assert "OF ALL" in second
+
+
 def test_what_is_said_of_the_rollout_is_read_for_each_module(tmp_path):
     for text in reflected(tmp_path, of_all):
         assert "SAID of t" in text and ": it said of of t" in text

@@ -12,7 +12,7 @@ import pytest
 from mmrl.cli import main
 from mmrl.config import DataConfig
 from mmrl.config.tasks import PluginTaskConfig
-from mmrl.errors import EngineFailure, TooManyFailures
+from mmrl.errors import EngineFailure, LengthFailure, TooManyFailures
 from mmrl.report.console import show_run
 from mmrl.report.overview import Overview
 from mmrl.rollout import with_program
@@ -23,9 +23,11 @@ from mmrl.tasks.base import Score
 from mmrl.tasks.dspy.own import OwnTask
 from tests.dspy.test_threads import Other
 from tests.helpers.programs import filled
+from tests.helpers.servers import Scripted, serving
 from tests.helpers.stages import (
     MIPRO,
     OPTIONS,
+    Cut,
     ScriptedEngine,
     banking,
     better_with_demonstrations,
@@ -230,6 +232,45 @@ def test_a_prompt_model_that_fails_ends_the_stage_and_is_no_proposal(tmp_path, t
     with pytest.raises(EngineFailure, match="no server"):
         optimised(tmp_path / "run", task, algo, failing, **OPTIONS[algo])
     assert not (tmp_path / "run" / "prompts" / "proposals.jsonl").exists()
+
+
+@pytest.mark.parametrize("algo", ["miprov2", "gepa"])
+@pytest.mark.parametrize("what", ["too long", "cut", "refused"])
+def test_a_request_to_the_prompt_model_that_cannot_be_answered_costs_one_proposal(tmp_path, task, algo, what):
+    """Beyond the policy's context, beyond that of an endpoint, or an answer that ends in the middle of a sentence."""
+    answer = better_with_demonstrations(task[1])
+
+    def failing(messages, temperature, seed):
+        made = proposal(messages, seed)
+        if made is None:
+            return answer(messages, temperature, seed)
+        return LengthFailure("4097 tokens, of 4096") if what == "too long" else Cut(made)
+
+    refusal = {"error": {"code": "context_length_exceeded", "message": "This model's context is 2048 tokens"}}
+    with serving([Scripted(refusal, status=400)]) as (url, _):
+        model = {"prompt_model": {"url": url, "model": "big", "key_env": None}} if what == "refused" else {}
+        options = {**OPTIONS[algo], **model}
+            **OPTIONS[algo],
+            **({"prompt_model": {"url": url, "model": "big", "key_env": None}} if what == "refused" else {}),
+        }
+        result, _ = optimised(tmp_path / "run", task, algo, failing, **options)
+    proposals = lines(tmp_path / "run" / "prompts" / "proposals.jsonl")
+    said = {"too long": "4097 tokens", "cut": "cut at algo.prompt_max_tokens=", "refused": "context_length_exceeded"}
+    assert proposals and all(said[what] in one["problem"] and not one["usable"] for one in proposals)
+    assert result.facts["proposals"].startswith(f"0 of {len(proposals)} instructions could be used; ")
+
+
+def test_options_of_miprov2_without_effect_are_refused(tmp_path, task):
+    config, built = task
+
+    def problems(**options):
+        return prompt_problems(prompt_command(config, "miprov2", **options), built)
+
+    (size,) = problems(minibatch_size=15)
+    assert size.startswith("algo.minibatch_size: has no effect: trials are on all of 19 validation examples")
+    assert problems(auto=None, num_candidates=3, num_trials=3, minibatch=True, minibatch_size=15) == []
+    with pytest.raises(ValueError, match="num_instruct_candidates: got 10, and MIPROv2 writes no more"):
+        prompt_command(config, "miprov2", auto=None, num_candidates=3, num_trials=3, num_instruct_candidates=10)
 
 
 def test_too_few_examples_are_refused_with_their_numbers():

@@ -267,3 +267,13 @@ def test_a_program_cannot_copy_what_it_is_scored_by(own):
     (example, *_) = built.examples("train")
     rollout = play_function(built, example, ["wrong"])
     assert (rollout.prediction, rollout.reward) == ("nothing", 0.0)
+
+
+def test_prompts_of_one_task_leave_the_program_of_another_as_it_is(own, tmp_path):
+    """Where `task.program` is an object that stands in the user's module, as for a teacher with prompts of its own."""
+    file = tmp_path / "prompts.yaml"
+    file.write_text("answer:\n  instructions: TEACHER\n")
+    first = task(own, program="own_program:made")
+    other = task(own, program="own_program:made", prompts=str(file))
+    assert other.predictors["answer"].signature.instructions == "TEACHER"
+    assert first.predictors["answer"].signature.instructions != "TEACHER"

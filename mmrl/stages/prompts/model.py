@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import dspy
 from dspy import lm15
@@ -19,7 +19,7 @@ from mmrl.engines.base import Completion, Engine, Request, Sampling
 from mmrl.engines.completions import Reply, Usage
 from mmrl.engines.endpoint_engine import SEEDS
 from mmrl.engines.openai import OpenAIChat
-from mmrl.errors import LengthFailure
+from mmrl.errors import LengthFailure, RequestFailure
 from mmrl.models.chat import decode_text, render_prompt
 from mmrl.rollout.dspy.policy_lm import Answer, TextEngine, generate
 from mmrl.stages import Stage
@@ -110,7 +110,13 @@ class Writer:
         def answer(messages: list[Message], config: lm15.Config) -> Answer:
             sampled = 1.0 if config.temperature is None else float(config.temperature)
             written = self._by_policy if self.endpoint is None else self._by_endpoint
-            return self._loop.wait(written(messages, sampled))
+            reply = self._loop.wait(written(messages, sampled))
+            # Raised here, not in the loop, where an error ends the search: of these only the proposal is lost.
+            if isinstance(reply, Exception):
+                raise reply
+            if reply.finish == "length":
+                raise ValueError(f"cut at algo.prompt_max_tokens={self._algo.prompt_max_tokens}")
+            return reply
 
         # DSPy's own cache would answer from other runs of this user.
         return dspy.LM("mmrl", temperature=temperature, cache=False, num_retries=0, engine=TextEngine(answer))
@@ -119,7 +125,7 @@ class Writer:
         spent = (1, prompt_tokens, completion_tokens, cost)
         self._paid.update({f"writer/{name}": count for name, count in zip(WRITING_COSTS, spent, strict=True)})
 
-    async def _by_policy(self, messages: Sequence[Message], temperature: float) -> Answer:
+    async def _by_policy(self, messages: Sequence[Message], temperature: float) -> Answer | Exception:
         stage, prompt = self._stage, render_prompt(self._stage.tokenizer, messages)
         seed = rng.digest(stage.config.seed, "prompt_model", json.dumps(messages))
         request = Request(
@@ -132,10 +138,12 @@ class Writer:
         try:
             completion = await generate(cast("Engine", self._engine), request)
         except LengthFailure as failure:
-            raise lm15.ContextLengthError(str(failure)) from None
-        return Answer(decode_text(stage.tokenizer, completion.ids), len(prompt), len(completion.ids))
+            too_long: Exception = lm15.ContextLengthError(str(failure))
+            return too_long
+        finish: Literal["stop", "length"] = "length" if completion.finish == "length" else "stop"
+        return Answer(decode_text(stage.tokenizer, completion.ids), len(prompt), len(completion.ids), finish)
 
-    async def _by_endpoint(self, messages: Sequence[Message], temperature: float) -> Answer:
+    async def _by_endpoint(self, messages: Sequence[Message], temperature: float) -> Answer | Exception:
         endpoint = self.endpoint
         assert endpoint is not None
         options = {"max_tokens": self._algo.prompt_max_tokens, "temperature": temperature}
@@ -150,5 +158,9 @@ class Writer:
             usage.add(Reply(**reply), endpoint.settings)
             self._count(usage.prompt_tokens, usage.completion_tokens, usage.cost)
 
-        reply = await self._memo.reply(asked, ask, greedy=temperature == 0, used=used)
-        return Answer(reply["text"], reply["prompt_tokens"], reply["completion_tokens"])
+        try:
+            reply = await self._memo.reply(asked, ask, greedy=temperature == 0, used=used)
+        except RequestFailure as failure:
+            return failure
+        finish: Literal["stop", "length"] = "length" if reply["finish"] == "length" else "stop"
+        return Answer(str(reply["text"]), reply["prompt_tokens"], reply["completion_tokens"], finish)

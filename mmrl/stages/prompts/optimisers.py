@@ -188,6 +188,11 @@ class _Mipro(MIPROv2):
         super().__init__(**options)
         self._setup, self._file = setup, instructions
 
+    def _bootstrap_fewshot_examples(self, *given: Any, **options: Any) -> Any:
+        if self._file is not None and not self.max_bootstrapped_demos and not self.max_labeled_demos:
+            return None  # what is bootstrapped then is for a prompt model alone
+        return super()._bootstrap_fewshot_examples(*given, **options)
+
     def _propose_instructions(self, program: dspy.Module, *given: Any, **options: Any) -> Any:
         if self._file is not None:
             return self._read(self._file, program)

@@ -11,7 +11,7 @@ from typing import Any
 from mmrl import rng
 from mmrl.config import PromptRunConfig
 from mmrl.config.base import literal
-from mmrl.config.prompts import BootstrapConfig, PromptConfig
+from mmrl.config.prompts import SMALLEST_MINIBATCHED, BootstrapConfig, PromptConfig
 from mmrl.errors import ConfigError, DataError, gathered, refuse, unknown
 from mmrl.records import Example
 from mmrl.system.files import read_yaml, user_path
@@ -102,4 +102,12 @@ def prompt_problems(config: PromptRunConfig, task: Task) -> list[str]:
             f"algo.minibatch_size: got {size}, more than the {count} validation examples "
             f"(algo.validation={algo.validation:g} of the {len(examples)} in task.data.train)"
         )
+    elif algo.minibatch_of(count) is None:
+        # Set to something else than by default, and of no effect.
+        problems += [
+            f"algo.{name}: has no effect: trials are on all of {count} validation examples, as with no more than "
+            f"{SMALLEST_MINIBATCHED}; give more, or set algo.auto=null and algo.minibatch=true"
+            for name in ("minibatch_size", "minibatch_full_eval_steps")
+            if name in type(algo).model_fields and getattr(algo, name) != type(algo).model_fields[name].default
+        ]
     return problems

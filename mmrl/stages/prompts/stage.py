@@ -79,6 +79,8 @@ class PromptStage(Stage[PromptRunConfig]):
     trials: int = field(init=False, default=0)
     unusable: int = field(init=False, default=0)
     """Trials whose rollouts have all failed."""
+    proposals: Counter[bool] = field(init=False, default_factory=Counter)
+    """Whether it could be used -> instructions that were proposed."""
     _rewards: dict[str, list[float]] = field(init=False, default_factory=dict)
     """Digest of each candidate that was compared -> its rewards."""
     _until_now: Mapping[str, float] = field(init=False, default_factory=dict)
@@ -119,6 +121,11 @@ class PromptStage(Stage[PromptRunConfig]):
             tokens = paid["writer/prompt_tokens"] + paid["writer/completion_tokens"]
             cost = f", {paid['writer/cost']:.4f} USD" if paid["writer/cost"] else ""
             facts["prompt model"] = f"{requests} requests, {tokens} tokens{cost}"
+        if proposed := self.proposals.total():
+            usable = self.proposals[True]
+            facts["proposals"] = f"{usable} of {proposed} instructions could be used" + (
+                "" if usable else f"; {self.rundir.path / FOLDER / PROPOSALS} has the reasons"
+            )
         return {**facts, **self.engine.describe()}
 
     def close(self) -> None:
@@ -213,6 +220,7 @@ class PromptStage(Stage[PromptRunConfig]):
         if self._rollouts.loop.failure is None:
             line = {"module": module, "instructions": proposal, "usable": not problem, "problem": problem}
             append_jsonl(self.rundir.path / FOLDER / PROPOSALS, [line])
+            self.proposals[not problem] += 1
 
     def _trial(self, batch: Sequence[Played]) -> None:
         """Record an evaluation of DSPy's as a trial."""

@@ -162,9 +162,6 @@ class _PluginTask(RecordTask):
     """Implements `mmrl.tasks.base.Task`; see `OwnTask`."""
 
     def __init__(self, parts: OwnTask, config: TaskConfig, seed: int):
-        if is_dspy_module(parts.program):
-            # each task its own instance: `task.prompts` changes the predictors of one
-            parts = replace(parts, program=parts.program.deepcopy())
         key = f"task {config.name}: OwnTask({{}}=...)".format
         name = getattr(parts.program, "__name__", type(parts.program).__name__)
         rewards = {f"{key('reward')}:": parts.reward}
@@ -242,9 +239,10 @@ class ImportedTask(RecordTask):
         predicted = dspy.Prediction(**prediction) if isinstance(prediction, dict) else prediction
         score = scored(await call_scorer(metric, known, predicted, *further_arguments(metric)), "task.metric")
         # Metrics of GEPA's form may say nothing until they are asked about one predictor.
-        if score.feedback or not self.asked_about or refusing_signature(metric, *(None,) * 5) is not None:
+        if not self.asked_about or refusing_signature(metric, *(None,) * 5) is not None:
             return score
-        trace, feedback = list(self.program.trace), dict[str, str]()
+        # What it says of the whole stands for predictors of which it says nothing.
+        trace, feedback = list(self.program.trace), dict(score.feedback)
         for name in self.asked_about:
             own = [step for step in trace if self.program.structure.name_of([step[0]]) == name and step[2] is not None]
             if own:
@@ -283,6 +281,9 @@ def _program(source: Any, modules: Sequence[str], name: str, key: Callable[[str]
     # An object with `modules` names its own; two lists could disagree.
     if modules:
         raise ConfigError(f"{key('modules')}: has no effect with {name}, which is no async function; leave it out")
+    if is_dspy_module(source):
+        # Each task its own: `task.prompts` changes the predictors of one, and a teacher's task has others.
+        return source.deepcopy()
     if _is_program(source):
         return source
     # A module's class hides its arguments behind those of DSPy's metaclass.
@@ -302,7 +303,8 @@ def _program(source: Any, modules: Sequence[str], name: str, key: Callable[[str]
             f"{key('program')}: {name} gave a {type(built).__name__}; expected a dspy.Module, an async function, or an "
             "object with `modules` and `run`"
         )
-    return built
+    # A function may give the same module each time.
+    return built.deepcopy() if is_dspy_module(built) else built
 
 
 def _is_async(source: object) -> bool:
