@@ -111,15 +111,15 @@ class RunResult:
 
     @property
     def failed(self) -> dict[str, float]:
-        """`before` and `after` -> share of that evaluation's rollouts that failed from outside, where any did."""
+        """Words for an evaluation (" before", " after", "") -> share of its rollouts that failed from outside."""
         shares = {}
-        for when, run, which in (("before", self.start, min), ("after", self.overview, max)):
+        for when, run, which in ((" before", self.start, min), (" after", self.overview, max)):
             key = f"eval/{run.split}/failed_share"
             steps = _evaluated(run)
             found = [record[key] for record in run.history if key in record and record["step"] == which(steps)]
             shares[when] = float(found[-1]) if found else 0.0
         if self.overview.evaluates:
-            shares = {"after": float((self.overview.summary.get("metrics") or {}).get("failed_share", 0))}
+            shares = {"": float((self.overview.summary.get("metrics") or {}).get("failed_share", 0))}
         return {when: share for when, share in shares.items() if share}
 
     @cached_property
@@ -335,7 +335,7 @@ class SetResult:
         if run.path not in self.overviews:
             return None, run.failure()
         scored = self.result_type(run.seed, self.metric(*pair), chain)
-        failed = " and ".join(f"{share:.1%} of the rollouts {when}" for when, share in scored.failed.items())
+        failed = " and ".join(f"{share:.1%} of the rollouts{when}" for when, share in scored.failed.items())
         partly = f"{failed} failed from outside and count 0" if failed and scored.finished else ""
         if scored.start is not chain[0]:
             partly = f"before is that of {scored.start.run.path}, the runs before it were asked other records; {partly}"

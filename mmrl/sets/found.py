@@ -13,8 +13,9 @@ from mmrl.sets.plan import main_metrics
 from mmrl.sets.queue import CellRun
 from mmrl.sets.settings import NOT_VARIANTS, STARTED, settings_in
 from mmrl.sets.spec import Column, Row, SetSpec
-from mmrl.store.policy import run_of
+from mmrl.store.policy import CHECKPOINTS, MARKER, run_of
 from mmrl.store.rundir import RunDir
+from mmrl.system.files import file_digest
 
 
 def set_of_run_dirs(name: str, paths: Sequence[Path], shows: str = "runs side by side") -> SetResult:
@@ -51,11 +52,19 @@ def _existing_run(path: Path, metric: str = "") -> CellRun:
     config = RunDir.read(path).config
     start = run_of(config["start"]["run"]) if config.get("start") else None
     # The folder that holds both may have been moved, or be looked at from elsewhere: a set's paths begin where it ran.
-    folders = [start, path.parent / start.name] if start is not None else []
-    folders += [above / start for above in path.absolute().parents] if start is not None else []
-    before = next((folder for folder in folders if (folder / "config.yaml").is_file()), None)
+    folders = [start, *(folder / start for folder in path.absolute().parents)] if start is not None else []
+    digest = (config.get("start") or {}).get("weights")
+    if start is not None and digest is not None:
+        folders.append(path.parent / start.name)  # a name alone: another run may have it, too
+    others = (folder for folder in folders if (folder / "config.yaml").is_file() and folder.resolve() != path.resolve())
+    before = next((folder for folder in others if digest is None or _has_made(folder, digest)), None)
     after = _existing_run(before) if before is not None else None
     return CellRun(seed=int(config.get("seed", 0)), path=path, after=after, metric=metric)
+
+
+def _has_made(folder: Path, digest: str) -> bool:
+    """Return True if a checkpoint of a run is the one with this list of files."""
+    return any(file_digest(marker) == digest for marker in folder.glob(f"{CHECKPOINTS}/*/{MARKER}"))
 
 
 def _labels(members: Sequence[Overview]) -> Iterator[str]:

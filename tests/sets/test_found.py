@@ -282,3 +282,84 @@ def test_finished_runs_of_one_config_are_rows_by_their_folders(tmp_path):
     result = found(tmp_path)
     names = [str(row) for row in result.rows]
     assert len(names) == 3 and {name.partition(" (")[2] for name in names} == {"before)", "after)", ""}
+
+
+def noted(tmp_path):
+    return " ".join(" ".join(found(tmp_path).notes).split())
+
+
+def asked(run, gold="a", split="dev"):
+    """Note what a run was asked."""
+    lines = [{"split": split, "id": f"d{n}", "asked": {"q": f"q{n}"}, "gold": {"a": gold}} for n in range(200)]
+    append_jsonl(run / "examples.jsonl", lines)
+
+
+def test_rollouts_that_failed_from_outside_are_said_of_both_evaluations(tmp_path):
+    """They count 0: those before training make a gain larger."""
+    run = RunDir.read(made(tmp_path / "a"))
+    assert "failed from outside" not in noted(tmp_path)
+    for step, share in ((0, 0.25), (4, 0.45)):
+        append_jsonl(run.metrics_path, [{"step": step, "eval/dev/n": 200.0, "eval/dev/failed_share": share}])
+    said = "25.0% of the rollouts before and 45.0% of the rollouts after failed from outside and count 0"
+    assert f"mhgpo_rr on hotpotqa, seed 0: {said}" in noted(tmp_path)
+
+
+def test_runs_that_were_asked_other_records_under_one_id_are_not_compared(tmp_path):
+    for name, algo, gold in (("a", "grpo", "a"), ("b", "mhgpo_rr", "a"), ("c", "mmgrpo", "edited")):
+        asked(made(tmp_path / name, algo=algo), gold)
+    rows = parts(found(tmp_path))["hotpotqa: f1 on dev, every pair"]
+    assert [row["pair"] for row in rows] == ["grpo - mhgpo_rr"]
+    assert "rows that were asked other records are not compared: d0 of" in noted(tmp_path)
+    asked(made(tmp_path / "d", algo="grpo", seed=1), "edited")
+    assert "grpo on hotpotqa: not averaged, its seeds were asked other records: d0 of" in noted(tmp_path)
+    assert found(tmp_path).started("grpo", "hotpotqa") == []
+
+
+def test_code_of_ones_own_that_was_edited_between_runs_is_named(tmp_path):
+    for name, algo, digest in (("a", "grpo", "1"), ("b", "mhgpo_rr", "2")):
+        file = made(tmp_path / name, algo=algo) / "environment.json"
+        facts = json.loads(file.read_text()) | {"own_code": {"mine.py": digest, "same.py": "0"}}
+        file.write_text(json.dumps(facts))
+    assert "runs were made with other code of yours: mine.py" in noted(tmp_path)
+
+
+def chained(tmp_path, name, start, seed=0, **options):
+    """A run that started from another, whose folder it knows from where it ran."""
+    run = made(tmp_path / name, seed=seed, **options)
+    file = run / "config.yaml"
+    config = yaml.safe_load(file.read_text())
+    config["start"] = {"run": start, "weights": None, "prompts": None}
+    file.write_text(yaml.safe_dump(config))
+    return run
+
+
+def test_before_is_that_of_the_first_run_that_was_asked_the_same(tmp_path):
+    asked(made(tmp_path / "sft" / "s0", algo="sft", before=0.1, after=0.8), "easy")
+    run = chained(tmp_path, "grpo/s0", "sft/s0", algo="grpo", before=0.78, after=0.79)
+    asked(run, "hard")
+    row = next(row for row in parts(found(tmp_path))["hotpotqa: f1 on dev"] if row["row"].startswith("sft+grpo"))
+    assert (row["before"], row["difference"]) == ("0.780", "+0.010")
+    assert f"before is that of {run}, the runs before it were asked other records" in noted(tmp_path)
+
+
+def test_a_chain_is_found_from_another_folder_and_what_is_lost_is_said(tmp_path, monkeypatch):
+    made(tmp_path / "outputs" / "sft" / "s0", algo="sft", before=0.1, after=0.3)
+    chained(tmp_path, "outputs/grpo/s0", "outputs/sft/s0", algo="grpo", before=0.3, after=0.7)
+    chained(tmp_path, "outputs/grpo/s1", "outputs/gone/s0", seed=1, algo="grpo", before=0.3, after=0.7)
+    monkeypatch.chdir("/")
+    rows = {row["row"]: row for row in parts(found(tmp_path))["hotpotqa: f1 on dev"]}
+    assert rows["sft+grpo"]["before"] == "0.100" and "(s0 is not here)+grpo" in rows
+
+
+def test_starts_that_were_trained_otherwise_are_rows_of_their_own(tmp_path):
+    for seed, size in ((0, 4), (1, 8)):
+        made(tmp_path / "sft" / f"s{seed}", algo="sft", seed=seed, group_size=size)
+        chained(tmp_path, f"grpo/s{seed}", str(tmp_path / "sft" / f"s{seed}"), seed=seed, algo="grpo")
+    rows = [row["row"] for row in parts(found(tmp_path))["hotpotqa: f1 on dev"]]
+    assert {"sft+grpo sft.algo.group_size=4", "sft+grpo sft.algo.group_size=8"} <= {*rows}
+
+
+def test_the_metric_is_the_one_that_runs_have_recorded(tmp_path):
+    run = RunDir.read(made(tmp_path / "a"))
+    run.write_summary({"main_metric": "em"})
+    assert found(tmp_path).metric("mhgpo_rr", "hotpotqa") == "em"

@@ -250,9 +250,6 @@ def test_a_request_to_the_prompt_model_that_cannot_be_answered_costs_one_proposa
     with serving([Scripted(refusal, status=400)]) as (url, _):
         model = {"prompt_model": {"url": url, "model": "big", "key_env": None}} if what == "refused" else {}
         options = {**OPTIONS[algo], **model}
-            **OPTIONS[algo],
-            **({"prompt_model": {"url": url, "model": "big", "key_env": None}} if what == "refused" else {}),
-        }
         result, _ = optimised(tmp_path / "run", task, algo, failing, **options)
     proposals = lines(tmp_path / "run" / "prompts" / "proposals.jsonl")
     said = {"too long": "4097 tokens", "cut": "cut at algo.prompt_max_tokens=", "refused": "context_length_exceeded"}
