@@ -8,8 +8,10 @@ import pytest
 
 from mmrl.cli import main
 from mmrl.config import StageConfig
+from mmrl.errors import ConfigError
 from mmrl.models.merged import merged, require_undamaged
 from mmrl.run.settle import stored_config
+from mmrl.sets.queue import _require_start
 from mmrl.store.policy import damage, resolve
 from tests.helpers.runs import EVAL, command, contents, flip
 
@@ -139,6 +141,9 @@ def test_a_run_goes_on_where_the_one_that_it_started_from_was_extended(name, at,
     (moved / "second" / "summary.json").unlink()
     shutil.rmtree(moved / "first" / "checkpoints" / "checkpoint-2")
     assert "has another policy now" in errors_of("train", f"resume={moved / 'second'}")
+    # A set keeps finished runs, but not of a start that is gone.
+    with pytest.raises(ConfigError, match=r"has another policy now .*; delete .*second to run it again"):
+        _require_start(moved / "second")
 
 
 def test_the_revision_of_a_base_is_that_of_the_run_that_trained_it(at, monkeypatch):

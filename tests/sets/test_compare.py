@@ -13,7 +13,9 @@ import pytest
 
 from mmrl.cli import main
 from mmrl.sets import queue
+from mmrl.sets.queue import PlannedRun
 from mmrl.store.rundir import RunDir
+from mmrl.system.files import file_digest
 
 COMPARE = ["compare", "algo=mhgpo_fof,mhgpo_rr", "task=hotpotqa", "seed=0,1", "name=x", "train.steps=2"]
 FEW = [word.replace("seed=0,1", "seed=0") for word in COMPARE]
@@ -113,6 +115,28 @@ def test_a_step_starts_from_what_the_one_before_has_made(calls, capsys):
     assert main([*STEPS, "train.steps=3", "grpo.algo.group_size=4"]) == 0 and calls() == [], "the same runs"
     assert main([*STEPS, "train.steps=3", "grpo.algo.group_size=4", "seed=0,1"]) == 0 and len(calls()) == 2
     assert "one seed" not in Path("outputs/sets/x/set.md").read_text()
+
+
+def test_a_finished_run_of_code_that_was_edited_since_is_kept_with_a_word(calls, capsys):
+    assert main(FEW) == 0
+    Path("mine.py").write_text("two = 2")
+    for file in Path("outputs/sets/runs").rglob("environment.json"):
+        facts = json.loads(file.read_text())
+        digest = file_digest(Path("mine.py")) if "mhgpo_fof" in str(file) else "another"
+        file.write_text(json.dumps({**facts, "cwd": str(Path.cwd()), "own_code": {"mine.py": digest}}))
+    capsys.readouterr()
+    assert main(FEW) == 0
+    kept = [line for line in capsys.readouterr().out.splitlines() if "finished before, kept" in line]
+    assert [", though mine.py has changed since; delete outputs" in line for line in kept] == [False, True], kept
+
+
+def test_the_reason_of_a_failure_is_that_of_the_last_start(tmp_path):
+    run = PlannedRun(seed=0, path=tmp_path / "run", row="a", column="", words=(), config=None, code=-9)
+    run.log.write_text("error: no such file\n")
+    run.log_start = run.log.stat().st_size
+    with run.log.open("a") as log:
+        log.write("step 3\n")
+    assert run.failure() == f"exit code -9, step 3 (log: {run.log})"
 
 
 @pytest.mark.parametrize("killed", ["mhgpo_fof", "grpo"])
