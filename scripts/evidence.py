@@ -13,7 +13,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -93,7 +93,9 @@ def record(folder: Path, also: Sequence[str] = ()) -> dict[str, Any]:
         raise SystemExit(f"also: got {', '.join(unknown)}, expected some of {', '.join(evaluations[0][0]['metrics'])}")
 
     def items(metric: str) -> dict[str, list[float]]:
-        return {item["id"]: [item["metrics"][metric], after[item["id"]][metric]] for item in evaluations[0]}
+        # As in the run's own comparison, a metric counts 0 where all rollouts of an item failed.
+        pairs = ((item, after[item["id"]]) for item in evaluations[0])
+        return {item["id"]: [item["metrics"].get(metric, 0.0), later.get(metric, 0.0)] for item, later in pairs}
 
     written = [path for below in ("journal", "eval") for path in sorted((folder / below).iterdir())]
     return {
@@ -117,6 +119,11 @@ def record(folder: Path, also: Sequence[str] = ()) -> dict[str, Any]:
 def elsewhere(words: Sequence[str]) -> list[str]:
     """Return a command as it is typed on another machine: FOLDER for folders of this one, no evaluation of its runs."""
     return [_PLACE.sub("FOLDER", word) for word in words if not word.startswith("run.before=")]
+
+
+def settings(record: Mapping[str, Any]) -> set[str]:
+    """Return the words of a record's command, in any order, without the folder of the run."""
+    return {word for word in shlex.split(record["command"]) if not word.startswith("run.dir=")}
 
 
 def table() -> str:
@@ -160,6 +167,8 @@ def main(words: Sequence[str]) -> int:
         stages = [Path(word).parent.name for word in line if word.startswith("from=")] + [summary["algo"]]
         stages = [stage for stage in stages if stage != "sft"] or ["sft"]
         path = FOLDER / f"{typed or f'{task}-' + '_'.join(stages)}-s{summary['seed']}.json"
+        if path.exists() and settings(json.loads(path.read_text(encoding="utf-8"))) != settings(kept):
+            raise SystemExit(f"{path}: is the record of other settings; give this one a name, as=NAME, or delete that")
         path.write_text(json.dumps(kept, separators=(",", ":")) + "\n", encoding="utf-8")
         print(f"{path.name}: {path.stat().st_size:,} bytes")
     return 0

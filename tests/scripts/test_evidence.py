@@ -36,6 +36,9 @@ def test_a_record_can_be_run_and_compared(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(kept["items"]) == 60 and all(len(values) == 2 for values in kept["items"].values())
     assert kept["items/em"].keys() == kept["items"].keys()
     assert str(tmp_path) not in text
+    (run.path / "environment.json").write_text(json.dumps(environment | {"command": [*words, "train.lr=1"]}))
+    with pytest.raises(SystemExit, match="is the record of other settings; give this one a name, as=NAME"):
+        evidence.main([str(run.path), "also=em"])
 
 
 @pytest.mark.parametrize(
