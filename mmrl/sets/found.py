@@ -86,7 +86,8 @@ def _labels(members: Sequence[Overview]) -> Iterator[str]:
     labels: list[str] = []
     for name, values in zip(names, settings, strict=True):
         same = [other for other_name, other in zip(names, settings, strict=True) if other_name == name]
-        paths = [path for path in values if len({other[path] for other in same if path in other}) > 1]
+        # A mapping that another run has not (`algo.distill`, `model.lora`) is a difference, too.
+        paths = [path for path in values if len({repr(other.get(path)) for other in same}) > 1]
         labels.append(" ".join([name, *(f"{path}={literal(values[path])}" for path in paths)]))
     # Finished runs of one config and seed, as before and after the user's own code was changed, are rows by folder.
     finished = Counter((label, run.get("seed", 0)) for label, run in zip(labels, members, strict=True) if run.summary)

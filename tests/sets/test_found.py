@@ -359,6 +359,13 @@ def test_starts_that_were_trained_otherwise_are_rows_of_their_own(tmp_path):
     assert {"sft+grpo sft.algo.group_size=4", "sft+grpo sft.algo.group_size=8"} <= {*rows}
 
 
+def test_a_mapping_that_only_some_runs_have_makes_rows_of_their_own(tmp_path):
+    made(tmp_path / "a", distill=None)
+    made(tmp_path / "b", seed=1, distill={"answerer": "policy"})
+    rows = [row["row"] for row in parts(found(tmp_path))["hotpotqa: f1 on dev"]]
+    assert sorted(rows) == ["mhgpo_rr", "mhgpo_rr algo.distill.answerer=policy"]
+
+
 def test_the_metric_is_the_one_that_runs_have_recorded(tmp_path):
     run = RunDir.read(made(tmp_path / "a"))
     run.write_summary({"main_metric": "em"})
