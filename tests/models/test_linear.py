@@ -15,6 +15,7 @@ from mmrl.errors import ConfigError
 from mmrl.models.linear import OneDnnLinear, onednn, use_onednn
 from mmrl.models.load import load_model
 from mmrl.models.save import write_merged
+from mmrl.run.build import _slow_products
 from tests.engines.test_decode import assert_logits_of, build, row
 from tests.helpers.trainer_cases import gradients, make_calls, make_trainer, tiny_model, tiny_tokenizer
 
@@ -168,3 +169,20 @@ def test_merging_into_a_base_of_another_type_computes_in_that_type(tmp_path):
     run = ModelConfig(name="x", path=str(tmp_path / "base"), matmul="onednn", chat_template="plain")
     made = write_merged(str(tmp_path / "base"), tmp_path / "adapter", run, tmp_path / "merged")
     assert made == "bfloat16" and (tmp_path / "merged" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "bf16", "amx", "said"),
+    [
+        ("bfloat16", "cpu", False, False, True),
+        ("bfloat16", "cpu", True, False, False),
+        ("bfloat16", "cpu", False, True, False),
+        ("float32", "cpu", False, False, False),
+        ("bfloat16", "cuda", False, False, False),
+    ],
+)
+def test_a_cpu_without_bfloat16_products_is_said(dtype, device, bf16, amx, said, monkeypatch):
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bf16)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    assert _slow_products(dtype, device).startswith("model.dtype: got bfloat16") is said
