@@ -228,8 +228,8 @@ def _slow_products(dtype: str, device: str) -> str:
     if any(supported() for supported in known if supported is not None):
         return ""
     return (
-        "model.dtype: got bfloat16, for whose products this CPU has no instructions: 9 GFLOP/s against 65 of float32 on one "
-        "core of an EPYC with AVX2; model.dtype=float32 takes twice the memory"
+        "model.dtype: got bfloat16, for whose products this CPU has no instructions: 9 GFLOP/s against 65 of float32 "
+        "on a core of an EPYC with AVX2; model.dtype=float32 takes twice the memory"
     )
 
 
