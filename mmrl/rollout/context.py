@@ -31,7 +31,7 @@ from mmrl.errors import (
 from mmrl.records import EMPTY, LARGEST, Call, Example, Reply
 from mmrl.rollout.environment import Environment
 from mmrl.rollout.tape import Event, Tape
-from mmrl.system.user_code import finite_numbers, user_failure
+from mmrl.system.user_code import finite_numbers, own_containers, user_failure
 from mmrl.tasks.base import Context, Message
 
 MEASURED = frozenset(
@@ -106,14 +106,13 @@ class RolloutContext(Context):
                 raise ProgramFailure(f"facts: '{name}' is a metric of mmrl's own; choose another name")
             if isinstance(value, int | float) and not abs(value) <= LARGEST:
                 raise ProgramFailure(f"facts: got {value!r:.60} for '{name}', expected a finite number")
-        prompt_ids, earlier_turn = self._prompt(messages, after, max_observation, tools)
+        prompt_ids, before, observed = self._prompt(messages, after, max_observation, tools)
         try:
             recorded = await self.tape.recorded("call", module, prompt_ids)
         except ReplayDivergence as error:
             raise ReplayDivergence(f"{error}{self._difference(messages)}") from None
         if recorded is not None:
-            replayed: Reply = await self.tape.outcome_of(recorded)
-            return replayed
+            return _own(await self.tape.outcome_of(recorded))
         # Before the request is recorded: siblings replay the tape up to here and then sample on their own.
         if self.on_live_call is not None:
             self.on_live_call(self, module)
@@ -131,7 +130,7 @@ class RolloutContext(Context):
                 stop=tuple(stop),
                 parse=parse,
                 facts=facts,
-                turn=0 if earlier_turn is None else earlier_turn.turn + 1,
+                turn=0 if before is None or before.call is None else before.call.turn + 1,
                 tools=tuple(tools),
                 messages=None if after is not None or isinstance(messages, str) else tuple(messages),
             )
@@ -139,7 +138,11 @@ class RolloutContext(Context):
         except BaseException as error:
             _settle(event.outcome, error)
             raise
-        event.outcome.set_result(reply)
+        finally:
+            # Of a request that became no call nobody has read the observation.
+            if before is not None and before.call is not None and event.call is not None:
+                before.call = replace(before.call, observation_tokens=observed)
+        event.outcome.set_result(_own(reply))
         return reply
 
     @override
@@ -176,7 +179,8 @@ class RolloutContext(Context):
             raise ProgramFailure(f"the program used tool '{name}', the task has {sorted(self.env.task.tools)}")
         try:
             # Tools may be plain functions or coroutines; programs cannot tell, so a task may change one.
-            result = self.env.task.tools[name](**arguments)
+            # Of its arguments it has copies: on a replay it is not used, and the program's own would be as they were.
+            result = self.env.task.tools[name](**own_containers(arguments))
             return await result if inspect.isawaitable(result) else result
         except RolloutError:
             raise
@@ -190,8 +194,8 @@ class RolloutContext(Context):
     ) -> object:
         event = await self.tape.recorded("tool", name, arguments)
         if event is not None and not event.nested:
-            return await self.tape.outcome_of(event)
-        event = self.tape.record("tool", name, arguments, replaced=event)
+            return own_containers(await self.tape.outcome_of(event))
+        event = self.tape.record("tool", name, own_containers(arguments), replaced=event)
         with self.tape.inside(event), self.env.using(name) as results:
             try:
                 result = await run()
@@ -200,7 +204,8 @@ class RolloutContext(Context):
                 _settle(event.outcome, error)
                 raise
             results.append(result)
-            event.outcome.set_result(result)
+            # Each branch has its own: what one of them takes out of a list, the others have still.
+            event.outcome.set_result(own_containers(result))
             return result
 
     @property
@@ -233,12 +238,12 @@ class RolloutContext(Context):
         after: Reply | None,
         max_observation: int | None,
         tools: Sequence[Message],
-    ) -> tuple[tuple[int, ...], Call | None]:
-        """Return the prompt ids, and the call whose context they continue; counts its observation tokens."""
+    ) -> tuple[tuple[int, ...], Event | None, int]:
+        """Return the prompt ids, the event of the call whose context they continue, and the tokens observed since."""
         if after is None:
             if isinstance(messages, str):
                 raise ProgramFailure("a prompt given as text continues a reply: pass after=, or give messages")
-            return self.env.render(messages, tools) if tools else self.env.render(messages), None
+            return self.env.render(messages, tools) if tools else self.env.render(messages), None, 0
         # The newest first: a context that was continued twice is the later call's.
         event = next((e for e in reversed(self.events) if e.context is not None and e.context == after.context), None)
         if event is None or event.call is None:
@@ -246,8 +251,7 @@ class RolloutContext(Context):
         prompt_ids, before = self._extend(messages, after)
         if max_observation is not None:
             prompt_ids = prompt_ids[: before + max_observation]
-        event.call = replace(event.call, observation_tokens=len(prompt_ids) - before)
-        return prompt_ids, event.call
+        return prompt_ids, event, len(prompt_ids) - before
 
     def _extend(self, observation: Sequence[Message] | str, after: Reply) -> tuple[tuple[int, ...], int]:
         """Extend the context; also return how many of its tokens stay: a sampled end-of-turn may be taken back."""
@@ -388,6 +392,12 @@ def _to_text(messages: Sequence[Message] | str) -> str:
         f"[{message['role']}] {message['content']}{json.dumps(calls) if (calls := message.get('tool_calls')) else ''}"
         for message in messages
     )
+
+
+def _own(reply: Reply) -> Reply:
+    """Return a reply with a parsed value of its own: branches that replay it may change theirs."""
+    plain = reply.parsed is None or isinstance(reply.parsed, str)
+    return reply if plain else replace(reply, parsed=own_containers(reply.parsed))
 
 
 def _settle(outcome: asyncio.Future[object], error: BaseException) -> None:

@@ -19,6 +19,7 @@ from mmrl.records import Call, Reply
 from mmrl.rollout.context import Generation, RolloutContext
 from mmrl.rollout.environment import SamplingSettings, Teacher, make_environment
 from mmrl.rollout.tape import Event
+from mmrl.system.user_code import own_containers
 from mmrl.tasks.base import Task
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class TeacherForcedContext(RolloutContext):
         match = uses[position] if position < len(uses) else None
         if match is not None and match.request == arguments and match.outcome.done() and not match.nested:
             self.events.append(match)
-            return match.outcome.result()
+            return own_containers(match.outcome.result())
         # Spelled out: a dataclass with slots is another class than the one that `super()` remembers.
         return await RolloutContext.remember(self, name, arguments, run)
 

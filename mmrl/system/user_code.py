@@ -299,6 +299,15 @@ def copied(value: Any) -> Any:
         return value
 
 
+def own_containers(value: Any) -> Any:
+    """Return a copy of dicts, lists, tuples and sets, with the same objects in them, which stay equal to themselves."""
+    if type(value) is dict:
+        return {key: own_containers(part) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(own_containers(part) for part in value)
+    return set(value) if type(value) is set else value
+
+
 def as_async(tool: Callable[..., Any]) -> Callable[..., Any]:
     """Return the tool as an async function; a synchronous one runs in threads, so that it blocks no other rollout."""
 

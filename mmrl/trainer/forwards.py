@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, cast
 import torch
 from peft import PeftModel
 
-from mmrl.errors import MmrlError
 from mmrl.models.load import rope_border
 from mmrl.records import Call, Forest
 from mmrl.trainer.logprobs import Scores, score
@@ -306,9 +305,10 @@ def annotate(forwards: Forwards, forest: Forest) -> Forest:
         # Credit needs them where the KL term is part of the reward; where it is in the loss, the update reuses them.
         references = forwards.policy_logprobs(continued, reference=True)
     kept = [len(call.completion_ids) for call in calls]
+    lengths = [call.observation_tokens for call in calls]
     if getattr(critic, "obs", "skip") == "all":
         observed = [observation_ids(forest, call) for call in calls]
-        kept = [stay for _, stay in observed]
+        kept, lengths = [stay for _, stay in observed], [len(ids) for ids, _ in observed]
         continued = [_continued(call, ids, stay) for call, (ids, stay) in zip(calls, observed, strict=True)]
     # Where an end of turn was taken back, its value and that of the observation's first token are of one context.
     values = [
@@ -316,8 +316,8 @@ def annotate(forwards: Forwards, forest: Forest) -> Forest:
         for call, stay, values in zip(calls, kept, forwards.values(continued), strict=True)
     ]
     annotated = {
-        call.id: replace(call, values=value, ref_logprobs=reference)
-        for call, value, reference in zip(calls, values, references, strict=True)
+        call.id: replace(call, values=value, ref_logprobs=reference, observation_tokens=length)
+        for call, value, reference, length in zip(calls, values, references, lengths, strict=True)
     }
     unsampled = {
         call.id: replace(call, values=(), ref_logprobs=()) for call in forest.calls.values() if not call.completion_ids
@@ -331,21 +331,18 @@ def observation_ids(forest: Forest, call: Call) -> tuple[tuple[int, ...], int]:
 
     Also returns how many of the call's tokens stand before them: all, or all but an end of turn that was taken back.
 
-    Raises:
-        MmrlError: no later call holds them.
+    Those of a call that was left out of the rollout are gone: none then.
     """
     context, length = call.prompt_ids + call.completion_ids, call.observation_tokens
-    if not length:
-        return (), len(call.completion_ids)
-    following = [forest.calls[child].prompt_ids for child in forest.children[call.id]]
-    for end in (len(context), len(context) - 1):
-        for ids in following:
+    # Not the next call alone: those of another context may lie between.
+    later = [*forest.children[call.id]]
+    for name in later:
+        later += forest.children[name]
+    for end in (len(context), len(context) - 1) if length else ():
+        for ids in (forest.calls[name].prompt_ids for name in later):
             if ids[:end] == context[:end] and len(ids) >= end + length:
                 return ids[end : end + length], end - len(call.prompt_ids)
-    raise MmrlError(
-        f"algo.obs: all needs the ids of the {length} observation tokens after call {call.id}, "
-        "and no call goes on in its context; use algo.obs=skip"
-    )
+    return (), len(call.completion_ids)
 
 
 def _continued(call: Call, observation: tuple[int, ...] = (), stay: int | None = None) -> Call:

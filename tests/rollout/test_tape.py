@@ -54,3 +54,31 @@ def test_strands_give_the_same_rollouts_whichever_tool_is_faster(plans):
     for seed in range(1, 5):
         other = sampled(plans, seed)
         assert other.calls == first.calls and other.rollouts == first.rollouts
+
+
+@dataclass
+class Consumes:
+    """Takes the first document out of what its tool has found, before it asks the module where the tree forks."""
+
+    modules: tuple[str, ...] = ("a", "b")
+
+    async def run(self, example, ctx):
+        first = await ctx.call("a", [{"role": "user", "content": "q"}], parse=lambda text: {"words": [text]})
+        asked = {"words": ["one", "two"]}
+        documents = await ctx.tool("search", **asked)
+        text = f"{documents.pop(0)} {documents} {first.parsed['words'].pop()} {asked['words']}"
+        return (await ctx.call("b", [{"role": "user", "content": text}])).text
+
+
+def test_each_branch_has_its_own_copy_of_what_was_returned():
+    """A tool may use up its argument, and a program what it was given: other branches begin with the whole of it."""
+
+    def search(words):
+        words.clear()
+        return ["d1", "d2", "d3"]
+
+    env = environment(FakeTask(Consumes(), tools={"search": as_async(search)}), Batcher(Counter()), timeout_s=20)
+    forest = forest_of(env, env.task.examples("train")[:1], fork_on("b", 3))
+    assert [rollout.error_message for rollout in forest.rollouts if rollout.error] == []
+    prompts = {call.prompt_ids for call in forest.calls.values() if call.module == "b"}
+    assert len([call for call in forest.calls.values() if call.module == "b"]) == 3 and len(prompts) == 1

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from mmrl.config.algo import PpoConfig
-from mmrl.errors import MmrlError
 from mmrl.records import Call, Forest, Rollout
 from mmrl.trainer.forwards import annotate, observation_ids
 from tests.helpers.trainer_cases import make_trainer
@@ -59,13 +58,18 @@ def test_without_a_critic_the_forest_is_left_alone(tmp_path: Path) -> None:
     assert annotate(make_trainer(tmp_path).forwards, given) is given
 
 
-def test_an_observation_without_a_following_call_is_named() -> None:
+def test_an_observation_is_read_from_whichever_later_call_has_it(tmp_path: Path) -> None:
+    """Calls of another context may lie between; where none has it, its call was left out, and it has no values."""
     given = forest()
     first, second = given.calls.values()
-    elsewhere = replace(given, calls={first.id: first, second.id: replace(second, prompt_ids=(1, 2, 3))})
-    with pytest.raises(MmrlError, match=r"algo\.obs: all needs the ids of the 2 observation tokens after call q/0#0"):
-        observation_ids(elsewhere, first)
     assert observation_ids(given, first) == ((10, 11), 3)
+    other = replace(second, id="q/0#x", prompt_ids=(1, 2, 3), parent=first.id)
+    between = {first.id: first, other.id: other, second.id: replace(second, parent=other.id)}
+    assert observation_ids(replace(given, calls=between), first) == ((10, 11), 3)
+    elsewhere = replace(given, calls={first.id: first, second.id: replace(second, prompt_ids=(1, 2, 3))})
+    assert observation_ids(elsewhere, first) == ((), 3)
+    found, _ = annotate(trainer(tmp_path, obs="all").forwards, elsewhere).calls.values()
+    assert (found.observation_tokens, len(found.values)) == (0, first.completion_tokens)
 
 
 def test_an_end_of_turn_that_was_taken_back_is_no_part_of_what_follows(tmp_path: Path) -> None:

@@ -139,7 +139,10 @@ class RecordTask(DspyTask):
 
     @override
     def make_program(self) -> object:
-        return self._program
+        # With prompts of its own a copy: another task of the object, as a teacher's, has others. Else the object as
+        # it is, with what the user's code keeps in it (sessions, connections).
+        program: Any = self._program
+        return program.deepcopy() if self.of_dspy and self.config.prompts is not None else program
 
     @override
     def read(self, split: str) -> Sequence[Example]:
@@ -281,9 +284,6 @@ def _program(source: Any, modules: Sequence[str], name: str, key: Callable[[str]
     # An object with `modules` names its own; two lists could disagree.
     if modules:
         raise ConfigError(f"{key('modules')}: has no effect with {name}, which is no async function; leave it out")
-    if is_dspy_module(source):
-        # Each task its own: `task.prompts` changes the predictors of one, and a teacher's task has others.
-        return source.deepcopy()
     if _is_program(source):
         return source
     # A module's class hides its arguments behind those of DSPy's metaclass.
@@ -303,8 +303,7 @@ def _program(source: Any, modules: Sequence[str], name: str, key: Callable[[str]
             f"{key('program')}: {name} gave a {type(built).__name__}; expected a dspy.Module, an async function, or an "
             "object with `modules` and `run`"
         )
-    # A function may give the same module each time.
-    return built.deepcopy() if is_dspy_module(built) else built
+    return built
 
 
 def _is_async(source: object) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from mmrl.errors import ReplayDivergence, ToolFailure
 from mmrl.retrieval.base import whole_text
+from mmrl.system.user_code import copied
 from mmrl.tasks.base import Context
 from mmrl.tasks.environments.base import Observation, Session, Source
 
@@ -130,7 +131,8 @@ class Episode:
 
     async def _act(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         session = await self._session(self._tools[name])
-        observed = await self.limited(session, session.act(name, arguments), name)
+        # A copy: a tool may change what it gets, and other branches do the action again with the same.
+        observed = await self.limited(session, session.act(name, copied(arguments)), name)
         return asdict(replace(observed, text=whole_text(observed.text)))
 
     async def _session(self, source: Source) -> Session:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from mmrl.config.tasks import EnvironmentConfig
 from mmrl.errors import ToolFailure
 from mmrl.records import Example, Reply
+from mmrl.system.user_code import copied
 from mmrl.tasks.agents.tags import fit_observation
 from mmrl.tasks.agents.turns import CONTEXT
 from mmrl.tasks.base import Context, Message, Score
@@ -88,6 +89,8 @@ class EnvironmentProgram:
         """Play an episode, and score it."""
         row = example.inputs
         world = self.world_of(row)
+        # A copy of the whole record, which reward functions get: an environment may change what it is reset with.
+        record = replace(example, metadata=copied(dict(example.inputs)))
         sources = [*self.tools, *([world] if world is not None else [])]
         named = self.config.tools_stateless
         episode = Episode(
@@ -106,7 +109,7 @@ class EnvironmentProgram:
                 played.session = await episode.world()
                 if played.session is not None:
                     played.reward = await episode.limited(played.session, played.session.reward(), "its reward")
-                played.score = await self.judge(example, played)
+                played.score = await self.judge(record, played)
             finally:
                 ctx.enter()
             return played

@@ -160,10 +160,12 @@ class EnvironmentTask(RecordTask):
         score = prediction.score
         if reward_set != "turn":
             return score
-        rewards = [reward or 0.0 for reward in prediction.turn_rewards]
-        earlier = {call.id: reward for call, reward in zip(path[:-1], rewards, strict=False)}
+        rewards = prediction.turn_rewards
+        # A turn that was given none has none: it is no member of what rewards are compared with.
+        pairs = zip(path[:-1], rewards, strict=False)
+        earlier = {call.id: reward for call, reward in pairs if reward is not None}
         world = self.program.world_of(example.inputs)
-        last = -sum(earlier.values()) if world.turns_add_up else rewards[len(path) - 1]
+        last = -sum(earlier.values()) if world.turns_add_up else rewards[len(path) - 1] or 0.0
         return Score(
             reward=score.reward + last,
             metrics=score.metrics,

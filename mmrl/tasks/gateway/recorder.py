@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from mmrl.config.tasks import AnyAgentConfig, CallRule
-from mmrl.errors import LimitFailure, ParseFailure, RequestFailure, RolloutError
+from mmrl.errors import LengthFailure, LimitFailure, ParseFailure, RequestFailure, RolloutError
 from mmrl.records import Reply
 from mmrl.serve.conversations import Conversations, Messages
 from mmrl.serve.front import Answer, Finished
@@ -70,7 +70,9 @@ class Recorder:
         try:
             return await self._answered(parsed, named)
         except RolloutError as error:
-            self.failure = self.failure or error
+            # A prompt that was too long is forgiven where the agent goes on; what fails later is not.
+            if self.failure is None or isinstance(self.failure, LengthFailure):
+                self.failure = error
             raise
         finally:
             self._tasks.discard(task)
@@ -115,9 +117,19 @@ class Recorder:
         self.calls += parsed.n
         if self.calls > self._config.max_calls:
             raise LimitFailure(f"the agent made more than task.max_calls={self._config.max_calls} calls")
-        replies: list[Reply] = []
-        call, name = partial(self._call, parsed, module), partial(self._name, replies)
-        finished = await self._conversations.answered(parsed, module, call, name)
+        replies, made = list[Reply](), list[Reply]()
+
+        async def call(messages: Messages, after: Reply | None, tools: Messages) -> Reply:
+            made.append(await self._call(parsed, module, messages, after, tools))
+            return made[-1]
+
+        try:
+            finished = await self._conversations.answered(parsed, module, call, partial(self._name, replies))
+        except BaseException:
+            # Of several choices some were there before one failed, or before the client left: nobody has read them.
+            for reply in made:
+                self._ctx.leave_out(reply)
+            raise
         self._replies[finished.id] = replies
         return finished
 
@@ -157,9 +169,10 @@ class Recorder:
         after: Reply | None,
         tools: Messages,
     ) -> Reply:
-        # Replies beyond the demonstrations of the first request, in a context that extends none: a compaction, a drift.
+        # Replies that are not the policy's as it gave them: a compaction, a drift. In a context that extends none those
+        # beyond the demonstrations of the first request; else any, since `messages` is what was added.
         replies_in = sum(message["role"] == "assistant" for message in messages)
-        rewritten = after is None and replies_in > self._shots.setdefault(module, replies_in)
+        rewritten = replies_in > (self._shots.setdefault(module, replies_in) if after is None else 0)
         try:
             return await self._ctx.call(
                 module,

@@ -181,7 +181,7 @@ def test_an_action_that_raises_has_not_the_reward_of_the_one_before() -> None:
     task = environment_task(Stepwise)
     engine = actions(tool_call("add", step=2), tool_call("add", steps=2), tool_call("look"))
     _, calls = one(task, engine, reward_set="turn", examples=row(task, 4))
-    assert [call.turn_reward for call in calls[:-1]] == [0.2, 0.0, 0.2]
+    assert [call.turn_reward for call in calls[:-1]] == [0.2, None, 0.2]
 
 
 def test_wrong_arguments_are_an_observation() -> None:

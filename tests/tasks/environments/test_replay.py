@@ -122,3 +122,37 @@ def test_a_branch_that_is_all_on_the_tape_asks_an_environment_that_has_done_it()
     plan = (Tree((Fork("agent", 2, invocation=4),)),)
     forest = rolled_out(task, Pathwise(), plan, examples=task.examples("train"))
     assert [rollout.reward for rollout in forest.rollouts] == [1.0, 1.0]
+
+
+class Cart:
+    """A cart whose tool empties the list that it is handed."""
+
+    def reset(self, **columns: Any) -> None:
+        self.items: list[str] = []
+
+    def put(self, things: list[str]) -> str:
+        """
+        Puts things in.
+
+        Args:
+            things: their names
+        """
+        while things:
+            self.items.append(things.pop(0))
+        return "ok"
+
+    def get_reward(self) -> float:
+        return float(len(self.items))
+
+
+def test_a_tool_that_uses_its_argument_up_is_replayed_with_the_whole_of_it() -> None:
+    class Shopper(Pathwise):
+        def reply(self, request: Request) -> str:
+            assert request.order is not None
+            turn = int(str(request.order[0]).rpartition("#")[2])
+            return tool_call("put", things=["a", "b"]) if turn < 2 else "Done."
+
+    task = environment_task(Cart)
+    plans = (Tree((Fork("agent", 3, invocation=1),)),)
+    forest = rolled_out(task, Shopper(), plans, examples=[task.examples("train")[0]])
+    assert [(rollout.reward, rollout.error) for rollout in forest.rollouts] == [(4.0, None)] * 3

@@ -123,3 +123,60 @@ def test_a_client_that_leaves_frees_its_slot(monkeypatch):
     rollout, calls = one(agent_task(agent), engine)
     assert rollout.error is None, rollout.error_message
     assert (engine.cancelled, engine.waiting, len(calls)) == (2, 0, 1)
+
+
+def test_choices_of_a_request_that_was_given_up_are_no_calls():
+    class Slow(Scripted):
+        async def generate(self, request):
+            if str(request.order[0]).endswith("#0"):
+                await asyncio.sleep(60)
+            return await super().generate(request)
+
+    async def agent(example, base_url, api_key):
+        headers = {"Authorization": f"Bearer {api_key}"}
+        async with httpx.AsyncClient(headers=headers, timeout=0.5) as asking:
+            with pytest.raises(httpx.TimeoutException):
+                await asking.post(f"{base_url}/chat/completions", json={"model": "m", "n": 3, "messages": ASK})
+        return "0"
+
+    rollout, calls = one(agent_task(agent), Slow(lambda prompt: "x"))
+    assert (rollout.error, calls) == (None, ())
+
+
+@pytest.mark.parametrize(("options", "error"), [({}, "engine"), ({"max_calls": 2}, "limit")])
+def test_what_fails_after_a_prompt_that_was_too_long_is_a_failure(options, error):
+    """Only the prompt is forgiven, where the agent shortens it and goes on."""
+
+    class Dies(Scripted):
+        async def generate(self, request):
+            if "boom" in self.tokenizer.decode(list(request.prompt_ids)):
+                raise OSError("engine died")
+            return await super().generate(request)
+
+    async def agent(example, base_url, api_key):
+        statuses = []
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {api_key}"}) as asking:
+            for text in ("word " * 3000, "short", "boom"):
+                body = {"model": "m", "messages": [{"role": "user", "content": text}]}
+                statuses.append((await asking.post(f"{base_url}/chat/completions", json=body)).status_code)
+        assert statuses[:2] == [400, 200] and statuses[2] >= 400
+        return "0"
+
+    rollout, _ = one(agent_task(agent, **options), Dies(lambda prompt: "x"))
+    assert rollout.error == error and (rollout.reward is None) == (error == "engine")
+
+
+def test_a_reply_that_the_agent_has_edited_is_seen_in_any_turn():
+    async def agent(example, base_url, api_key):
+        messages = [*ASK]
+        async with client(base_url, api_key) as asking:
+            for turn in range(3):
+                reply = await asking.chat.completions.create(model="m", messages=messages)
+                text = reply.choices[0].message.content
+                said = f"edited {text}" if turn == 1 else text
+                messages += [{"role": "assistant", "content": said}, {"role": "user", "content": f"next {turn}"}]
+        return "0"
+
+    rollout, calls = one(agent_task(agent), Scripted(lambda prompt: f"reply {prompt.count('assistant')}"))
+    assert rollout.error is None
+    assert [call.facts["rewritten_history"] for call in calls] == [0.0, 0.0, 1.0]
