@@ -19,6 +19,7 @@ from mmrl.algorithms import ALGORITHMS
 from mmrl.algorithms.checks import TURN_SETS
 from mmrl.algorithms.distill import Distill
 from mmrl.config import HardwareConfig, ModelConfig, RlRunConfig, RootConfig, StageConfig, TaskConfig, WeightRunConfig
+from mmrl.config.algo import CriticConfig
 from mmrl.config.base import MINI, MethodConfig, value_at
 from mmrl.config.rules import engine_name
 from mmrl.config.tasks import PRIVILEGED, UNSCORED, EnvironmentConfig
@@ -213,9 +214,23 @@ def check_model(config: StageConfig) -> None:
     if isinstance(config, RlRunConfig):
         from mmrl.run.distill import check
 
+        warnings.append(_long_warmup(config))
+
         warnings += check(config, tokenizer)
     for warning in filter(None, warnings):
         print(f"warning: {warning}", file=sys.stderr)
+
+
+def _long_warmup(config: RlRunConfig) -> str:
+    """Return a line about a critic that is warming up all through a run; empty where it is not."""
+    algo, steps = config.algo, config.train.steps * config.algo.epochs * config.algo.minibatches
+    warmup = algo.critic_warmup_steps if isinstance(algo, CriticConfig) else 0
+    if not warmup or warmup < steps:
+        return ""
+    return (
+        f"algo.critic_warmup_steps: got {warmup}, and the run has {steps} optimizer steps: its critic never comes to "
+        "the rate of algo.critic_lr_factor"
+    )
 
 
 def _slow_products(dtype: str, device: str) -> str:

@@ -6,7 +6,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from mmrl.config import ModelConfig
+from mmrl.cli.configs import train_configs
+from mmrl.cli.overrides import read_line
+from mmrl.config import ModelConfig, RlRunConfig
 from mmrl.config.schema import LoraConfig
 from mmrl.engines.embedded.decode import NativeLoop
 from mmrl.engines.embedded.prefixes import PrefixSegment
@@ -15,7 +17,7 @@ from mmrl.errors import ConfigError
 from mmrl.models.linear import OneDnnLinear, onednn, use_onednn
 from mmrl.models.load import load_model
 from mmrl.models.save import write_merged
-from mmrl.run.build import _slow_products
+from mmrl.run.build import _long_warmup, _slow_products
 from tests.engines.test_decode import assert_logits_of, build, row
 from tests.helpers.trainer_cases import gradients, make_calls, make_trainer, tiny_model, tiny_tokenizer
 
@@ -186,3 +188,10 @@ def test_a_cpu_without_bfloat16_products_is_said(dtype, device, bf16, amx, said,
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bf16)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     assert _slow_products(dtype, device).startswith("model.dtype: got bfloat16") is said
+
+
+@pytest.mark.parametrize(("steps", "said"), [(7, True), (8, False)])
+def test_a_critic_that_warms_up_all_through_a_run_is_said(steps, said):
+    (config,) = train_configs(read_line(["algo=ppo", "task=search_agent", f"train.steps={steps}"]))
+    assert isinstance(config, RlRunConfig)
+    assert bool(_long_warmup(config)) is said
