@@ -157,7 +157,8 @@ def with_teachers(config: ConfigT) -> ConfigT:
     """Return a config whose teachers (`algo.distill`) are checkpoints: a resume has those of the start, none newer."""
     if not isinstance(config, RlRunConfig) or not config.algo.models_that_teach:
         return config
-    teachers = {module: pinned(teacher) for module, teacher in (config.algo.distill or {}).items()}
+    own = {module: pinned(teacher) for module, teacher in config.algo.models_that_teach.items()}
+    teachers = {**(config.algo.distill or {}), **own}
     return config.model_copy(update={"algo": config.algo.model_copy(update={"distill": teachers})})
 
 

@@ -54,17 +54,18 @@ def _existing_run(path: Path, metric: str = "") -> CellRun:
     # The folder that holds both may have been moved, or be looked at from elsewhere: a set's paths begin where it ran.
     folders = [start, *(folder / start for folder in path.absolute().parents)] if start is not None else []
     digest = (config.get("start") or {}).get("weights")
-    if start is not None and digest is not None:
-        folders.append(path.parent / start.name)  # a name alone: another run may have it, too
+    if start is not None and _has_made(path.parent / start.name, digest):
+        folders.append(path.parent / start.name)  # a name alone, which another run may have
     others = (folder for folder in folders if (folder / "config.yaml").is_file() and folder.resolve() != path.resolve())
-    before = next((folder for folder in others if digest is None or _has_made(folder, digest)), None)
+    before = next((folder for folder in others if _has_made(folder, digest) is not False), None)
     after = _existing_run(before) if before is not None else None
     return CellRun(seed=int(config.get("seed", 0)), path=path, after=after, metric=metric)
 
 
-def _has_made(folder: Path, digest: str) -> bool:
-    """Return True if a checkpoint of a run is the one with this list of files."""
-    return any(file_digest(marker) == digest for marker in folder.glob(f"{CHECKPOINTS}/*/{MARKER}"))
+def _has_made(folder: Path, digest: str | None) -> bool | None:
+    """Return whether a checkpoint of a run is the one with this list of files; None: there is nothing to tell by."""
+    markers = [*folder.glob(f"{CHECKPOINTS}/*/{MARKER}")]
+    return any(file_digest(marker) == digest for marker in markers) if markers and digest is not None else None
 
 
 def _labels(members: Sequence[Overview]) -> Iterator[str]:

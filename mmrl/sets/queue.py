@@ -28,6 +28,7 @@ from mmrl.run.settle import settle
 from mmrl.run.start import require_start
 from mmrl.sets.spec import Command
 from mmrl.store.machine import changed_code
+from mmrl.store.policy import newest_checkpoint
 from mmrl.store.rundir import RunDir, holds_only_leftovers, is_run
 from mmrl.system.child_process import end_with_parent
 
@@ -182,7 +183,7 @@ class RunQueue:
                 raise ConfigError(f"{run.after.name} failed")
             state = run_state(run.path)
             if state == "finished" and run.after is not None:
-                _require_start(run.path)
+                _require_start(run.path, run.after.path)
             # A run whose set was killed gets SIGTERM from the system and still writes its last checkpoint.
             if state == "unfinished" and not _within(LOCK_S, lambda: not RunDir(run.path).in_use):
                 raise ConfigError(f"{run.path}: another process has this run; try again once it has ended")
@@ -275,14 +276,15 @@ class RunQueue:
                 process.wait()
 
 
-def _require_start(path: Path) -> None:
+def _require_start(path: Path, before: Path) -> None:
     """Refuse a finished run whose start has another policy now: its numbers are of one that is gone.
 
     Raises:
         ConfigError: with what to do.
     """
     stored = RunDir.read(path).config
-    if not stored.get("start"):
+    # Without checkpoints, as where they were deleted for their size, there is nothing to tell by.
+    if not stored.get("start") or newest_checkpoint(before) is None:
         return
     config = validate_stored(schema_of(stored), stored)
     assert isinstance(config, StageConfig)

@@ -143,7 +143,7 @@ def test_a_run_goes_on_where_the_one_that_it_started_from_was_extended(name, at,
     assert "has another policy now" in errors_of("train", f"resume={moved / 'second'}")
     # A set keeps finished runs, but not of a start that is gone.
     with pytest.raises(ConfigError, match=r"has another policy now .*; delete .*second to run it again"):
-        _require_start(moved / "second")
+        _require_start(moved / "second", moved / "first")
 
 
 def test_the_revision_of_a_base_is_that_of_the_run_that_trained_it(at, monkeypatch):
