@@ -33,14 +33,15 @@ _CHUNK = 2**18
 """Numbers of a vector that are in float64 at once."""
 
 
-def gradient(forwards: Forwards, calls: Sequence[TrainCall], kind: str = "clip") -> torch.Tensor:
+def gradient(forwards: Forwards, calls: Sequence[TrainCall]) -> torch.Tensor:
     """Compute -d loss / d theta of the objective at ratio 1: the ascent direction, over all trained weights.
+
+    Whatever `algo.loss` is: they differ in what they bound, which is nothing yet.
 
     Dropout of adapters is off: the gradient is that of the policy which sampled. No weight has a `.grad` afterwards.
 
     Args:
         calls: with the entries of one optimizer step; 0 where none has an advantage and a weight.
-        kind: `algo.loss`.
 
     Returns:
         (P,) float32 on the CPU: the weights in the model's order, with weights per module adapter by adapter.
@@ -57,7 +58,7 @@ def gradient(forwards: Forwards, calls: Sequence[TrainCall], kind: str = "clip")
         forwards.use_adapter(pack)
         with forwards.autocast():
             scores = forwards.score(forwards.wrapped, pack)
-        logprobs, of_call = scores.logprobs[pack.entry_index], pack.of_call[pack.entry_index]
+        logprobs = scores.logprobs[pack.entry_index]
         clip = forwards.settings.algo.clip  # without effect: the ratio is 1, log-probabilities being over themselves
         result = token_loss(
             logprobs,
@@ -68,8 +69,6 @@ def gradient(forwards: Forwards, calls: Sequence[TrainCall], kind: str = "clip")
             clip,
             None,
             beta=0.0,
-            kind=kind,
-            calls=of_call,
         )
         result.loss.backward()
     forwards.policy.eval()

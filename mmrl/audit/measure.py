@@ -241,7 +241,7 @@ class Measurement:
         forest = joined(forests) if len(forests) > 1 else forests[0]
         credit = row.credit(forest)
         calls = train_calls(forest, credit, dict.fromkeys(forest.examples, 0))
-        return Part(gradient(row.trainer.forwards, calls, row.config.algo.loss), forest, credit)
+        return Part(gradient(row.trainer.forwards, calls), forest, credit)
 
 
 def planned_calls(tree: Tree, path: Sequence[Call]) -> float:
