@@ -112,7 +112,7 @@ class RolloutContext(Context):
         except ReplayDivergence as error:
             raise ReplayDivergence(f"{error}{self._difference(messages)}") from None
         if recorded is not None:
-            return _own(await self.tape.outcome_of(recorded))
+            return _with_own_parsed(await self.tape.outcome_of(recorded))
         # Before the request is recorded: siblings replay the tape up to here and then sample on their own.
         if self.on_live_call is not None:
             self.on_live_call(self, module)
@@ -142,7 +142,7 @@ class RolloutContext(Context):
             # Of a request that became no call nobody has read the observation.
             if before is not None and before.call is not None and event.call is not None:
                 before.call = replace(before.call, observation_tokens=observed)
-        event.outcome.set_result(_own(reply))
+        event.outcome.set_result(_with_own_parsed(reply))
         return reply
 
     @override
@@ -394,7 +394,7 @@ def _to_text(messages: Sequence[Message] | str) -> str:
     )
 
 
-def _own(reply: Reply) -> Reply:
+def _with_own_parsed(reply: Reply) -> Reply:
     """Return a reply with a parsed value of its own: branches that replay it may change theirs."""
     plain = reply.parsed is None or isinstance(reply.parsed, str)
     return reply if plain else replace(reply, parsed=own_containers(reply.parsed))

@@ -186,7 +186,7 @@ class _Tree:
             # Of the program alone: a judge has its own limit, and its time is not the model's doing.
             async with _limited(limit, ctx.env.engine):
                 # What only the score may see is not there: a program that copies it would earn every reward.
-                example = replace(_own(self.example), metadata=EMPTY)
+                example = _own(replace(self.example, metadata=EMPTY))
                 prediction = await (program or ctx.env.task.program).run(example, ctx)
         except TimeoutError as error:
             raise RolloutTimeout(f"took longer than task.timeout_s={limit:g}") from error

@@ -54,7 +54,8 @@ def own_code() -> dict[str, str]:
 
     Files below the current folder are named from there.
     """
-    installed = [Path(place).resolve() for place in (sys.prefix, sys.base_prefix, *site.getsitepackages())]
+    places = (sys.prefix, sys.base_prefix, *site.getsitepackages(), site.getusersitepackages())
+    installed = [Path(place).resolve() for place in places]
     here, own = Path.cwd(), Path(__file__).parents[1]
     found = {}
     for module in list(sys.modules.values()):

@@ -19,6 +19,14 @@ def test_modules_of_the_user_are_recorded_and_what_changes_since_is_named(tmp_pa
     for name in ("own_program_of_this_test", "own_helper_of_this_test"):
         assert facts["own_code"][f"{name}.py"] == file_digest(Path(f"{name}.py"))
         sys.modules.pop(name)
+    user = tmp_path / "user" / "site"
+    user.mkdir(parents=True)
+    monkeypatch.setattr("site.getusersitepackages", lambda: str(user))
+    (user / "own_installed_of_this_test.py").write_text("one = 1\n")
+    monkeypatch.syspath_prepend(user)
+    importlib.import_module("own_installed_of_this_test")
+    assert not any("own_installed" in name for name in describe_environment(())["own_code"]), "by pip install --user"
+    sys.modules.pop("own_installed_of_this_test")
     assert not any("site-packages" in name or "/mmrl/" in name for name in facts["own_code"])
     assert changed_code(facts) == [] == changed_code({})
     Path("own_helper_of_this_test.py").write_text("one = 2\n")
