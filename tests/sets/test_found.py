@@ -6,6 +6,7 @@ import hashlib
 import html
 import json
 import re
+import shutil
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from statistics import fmean
@@ -302,6 +303,8 @@ def test_rollouts_that_failed_from_outside_are_said_of_both_evaluations(tmp_path
         append_jsonl(run.metrics_path, [{"step": step, "eval/dev/n": 200.0, "eval/dev/failed_share": share}])
     said = "25.0% of the rollouts before and 45.0% of the rollouts after failed from outside and count 0"
     assert f"mhgpo_rr on hotpotqa, seed 0: {said}" in noted(tmp_path)
+    shutil.rmtree(run.path / "eval")
+    assert "failed from outside" not in noted(tmp_path)
 
 
 def test_runs_that_were_asked_other_records_under_one_id_are_not_compared(tmp_path):
