@@ -342,12 +342,14 @@ def load_trainer(
     """
     from mmrl.models.load import load_policy
     from mmrl.trainer.adapters import make_adapters
+    from mmrl.trainer.sharding import loaded_once
     from mmrl.trainer.trl_trainer import MmrlTrainer
 
     policy = Policy(base=config.model.path, modules=assignment.served, initial=initial)
-    model, tokenizer, serving = load_policy(policy, config.model, config.hardware.device)
-    adapters = make_adapters(assignment)
-    trainer = MmrlTrainer(model, tokenizer, settings, output_dir=log.rundir.checkpoints, adapters=adapters)
+    with loaded_once():
+        model, tokenizer, serving = load_policy(policy, config.model, config.hardware.device)
+        adapters = make_adapters(assignment)
+        trainer = MmrlTrainer(model, tokenizer, settings, output_dir=log.rundir.checkpoints, adapters=adapters)
     return trainer, tokenizer, serving
 
 

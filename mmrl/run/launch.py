@@ -100,7 +100,8 @@ def wrapping(hardware: HardwareConfig) -> dict[str, str]:
             "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
             "FSDP_RESHARD_AFTER_FORWARD": "true",
             "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
-            "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+            # True while the policy is loaded (`sharding.loaded_once`): teachers and encoders are not sharded.
+            "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
             "FSDP_OFFLOAD_PARAMS": offload,
         }
     if hardware.sharding.startswith("zero"):
@@ -110,6 +111,7 @@ def wrapping(hardware: HardwareConfig) -> dict[str, str]:
             "ACCELERATE_DEEPSPEED_ZERO_STAGE": hardware.sharding.removeprefix("zero"),
             "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": device,
             "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": device if hardware.sharding == "zero3" else "none",
+            "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": str(hardware.sharding == "zero3").lower(),
             "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",
         }
     return {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -200,6 +201,8 @@ def teacher_problems(config: RlRunConfig, task: Task) -> list[str]:
 
 def build(config: RlRunConfig, task: Task, log: StepLog) -> RlStage:
     """Load the policy in its trainer, the engine that samples it, and teachers."""
+    import torch
+
     from mmrl.stages.distillation import Teachers
     from mmrl.stages.rl import RlStage
 
@@ -214,6 +217,10 @@ def build(config: RlRunConfig, task: Task, log: StepLog) -> RlStage:
     setup = engine_setup(config, serving, log.rundir.path, versions=1 + max(1, config.train.staleness), **facts)
     if hardware.ray is not None:
         setup = replace(setup, bundle=server_resources(hardware, getattr(config.engine, "replicas", 1)))
+    # A server on the same GPUs measures what is free there, so no process may still load, or keep what loading took.
+    gc.collect()
+    torch.cuda.empty_cache()
+    log.processes.barrier()
     # In this process an engine samples from the very module that is trained (wrapped by peft where there is an
     # adapter), so no weights are copied between updates.
     engine = build_engine(config.engine, trainer.model, tokenizer, setup)

@@ -116,7 +116,9 @@ class RunResult:
         for when, run, which in ((" before", self.start, min), (" after", self.overview, max)):
             key = f"eval/{run.split}/failed_share"
             steps = _evaluated(run)
-            found = [record[key] for record in run.history if key in record and record["step"] == which(steps, default=None)]
+            found = [
+                record[key] for record in run.history if key in record and record["step"] == which(steps, default=None)
+            ]
             shares[when] = float(found[-1]) if found else 0.0
         if self.overview.evaluates:
             shares = {"": float((self.overview.summary.get("metrics") or {}).get("failed_share", 0))}

@@ -15,6 +15,7 @@ import atexit
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -34,6 +35,11 @@ LOG_LINES = 12
 """Log lines that an error quotes."""
 GRACE_S = 10.0
 """Between asking a server to end and killing it."""
+OF_A_LAUNCH = re.compile(
+    r"((LOCAL_|NODE_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|ROLE_NAME|MASTER_(ADDR|PORT)|MMRL_JOB"
+    r"|(TORCHELASTIC|ACCELERATE|FSDP)_.*)"
+)
+"""Variables by which mmrl, torchrun and accelerate tell a process its place among others."""
 
 
 class ChildProcess:
@@ -41,7 +47,7 @@ class ChildProcess:
 
     Args:
         command: function from a port to the command line.
-        env: variables added to those of this process.
+        env: variables added to those of this process, whose place in a launch it does not inherit.
         log: file to which its output is appended.
         timeout_s: time within which it must answer.
         limit: name of `timeout_s` in an error ("engine.start_timeout_s").
@@ -142,7 +148,7 @@ class ChildProcess:
             log.flush()
             return subprocess.Popen(
                 command,
-                env={**os.environ, **self.env},
+                env={**_environment(), **self.env},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -158,6 +164,15 @@ class ChildProcess:
             return connection.getresponse().status == 200
         except (OSError, HTTPException):
             return False
+
+
+def _environment() -> dict[str, str]:
+    """Return this process's variables without those of a launch.
+
+    A server of several processes that found them would wait for a launcher that is not its own: under torchrun its
+    workers would look for a store that the launcher is to keep.
+    """
+    return {name: value for name, value in os.environ.items() if not OF_A_LAUNCH.fullmatch(name)}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

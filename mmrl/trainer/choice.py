@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from accelerate.utils import broadcast_object_list
 
 from mmrl.errors import ConfigError
 from mmrl.models.attending import attended_layers
@@ -40,7 +41,7 @@ def choose_packing(packing: str, model: PreTrainedModel) -> bool:
     if reason is None:
         install(model)
         # Of the families that everybody trains, the self-check's rows are enough.
-        reason = _differing(model, varlen) if unknown_layers(model) is not None else None
+        reason = _of_main(_differing(model, varlen)) if unknown_layers(model) is not None else None
     if reason is None:
         return True
     causal_lm(model).set_attn_implementation(before)
@@ -48,6 +49,20 @@ def choose_packing(packing: str, model: PreTrainedModel) -> bool:
         raise ConfigError(f"train.packing: got '{packing}', which this model cannot do: {reason}; use auto or padded")
     LOG.warning("train.packing=auto: rows are padded (slower), since %s", reason)
     return False
+
+
+def _of_main(reason: str | None) -> str | None:
+    """Return the main process's finding: processes that packed in two ways would wait for each other for ever.
+
+    With FSDP2 the others may have no weights yet by which they could tell.
+    """
+    from torch import distributed
+
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return reason
+    found = [reason]
+    broadcast_object_list(found)
+    return found[0]
 
 
 def _varlen_fault(model: PreTrainedModel) -> str | None:

@@ -7,7 +7,9 @@ profile's offload), and weights and optimizer are gathered into the very files t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -36,6 +38,22 @@ def is_sharded(accelerator: Accelerator) -> bool:
 def shares_weights(accelerator: Accelerator) -> bool:
     """Return True if no process of this run holds the weights whole: by FSDP, or by DeepSpeed."""
     return accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+
+
+@contextmanager
+def loaded_once() -> Iterator[None]:
+    """Within it, FSDP2's processes load weights once on each machine, and the others hold zeros until they are sharded.
+
+    Only for what is sharded, since that alone gets the main process's weights.
+    """
+    name = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+    before = os.environ.get(name, "false")
+    os.environ[name] = "true"
+    try:
+        yield
+    finally:
+        # accelerate sets it anew for the rest of the process.
+        os.environ[name] = before
 
 
 def exact_outputs(accelerator: Accelerator) -> None:

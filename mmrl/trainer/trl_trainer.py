@@ -402,10 +402,23 @@ class MmrlTrainer(GRPOTrainer):
         return scheduler
 
     def whole_state(self) -> dict[str, torch.Tensor] | None:
-        """Return all weights, gathered on the main process, if processes share them; None if each holds them whole."""
-        if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+        """Return what is pushed, gathered, if processes share it: the adapters, or on the main process all weights.
+
+        None if each process holds the weights whole.
+        """
+        if self.is_deepspeed_enabled:
+            # Before training nothing is shared yet; then DeepSpeed's engine alone can gather.
+            return None if self.deepspeed is None else self._gathered(self.deepspeed)
+        if not self.is_fsdp_enabled:
             return None
-        return cast("dict[str, torch.Tensor]", self.accelerator.get_state_dict(self.model))
+        if isinstance(self.model, PeftModel):
+            # The base is pushed never, and gathering it would take longer than all else.
+            trained = [(name, value) for name, value in self.model.named_parameters() if value.requires_grad]
+            return {name: sharding.gather_tensor(value) for name, value in trained}
+        return self._gathered(self.model)
+
+    def _gathered(self, model: Any) -> dict[str, torch.Tensor]:
+        return cast("dict[str, torch.Tensor]", self.accelerator.get_state_dict(model))
 
     def save(self) -> Path:
         """Save the state after the last finished step, if that is not saved yet; between steps only."""

@@ -15,10 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from mmrl.config import ModelConfig
 from mmrl.config.engines import VllmServerConfig
 from mmrl.engines import Completion, EngineSetup, Request, Sampling
+from mmrl.engines.vllm.base import save_weights
 from mmrl.engines.vllm.command import exact, logprobs_mode, server_arguments, server_environment
 from mmrl.engines.vllm.server import VllmServerEngine
 from mmrl.errors import EngineFailure, SyncFailure
@@ -63,6 +66,18 @@ def test_a_server_and_its_children_end_together(tmp_path: Path) -> None:
     while running(child) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not server.alive and not running(child)
+
+
+def test_a_server_does_not_inherit_a_place_in_a_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torchrun's variables vLLM's workers would wait for a store that nobody keeps."""
+    of_torchrun = (
+        "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK ROLE_WORLD_SIZE ROLE_NAME MASTER_ADDR MASTER_PORT"
+    )
+    for name in [*of_torchrun.split(), "TORCHELASTIC_USE_AGENT_STORE", "ACCELERATE_USE_FSDP", "FSDP_VERSION", "MINE"]:
+        monkeypatch.setenv(name, "given")
+    server = process(tmp_path, "import os; print(sorted(n for n, v in os.environ.items() if v == 'given'))")
+    with pytest.raises(EngineFailure, match=r"\['MINE'\]"):
+        server.start()
 
 
 @pytest.mark.parametrize(
@@ -322,6 +337,17 @@ def test_a_server_that_is_started_again_has_the_full_weights_that_were_pushed(
     assert len(asked(server, "/collective_rpc")) == reloads, "what it was started with is what was pushed"
 
 
+def test_full_weights_are_written_as_they_are_served(tmp_path: Path) -> None:
+    """Trained weights are float32; tied ones are one tensor, in the files too."""
+    model = load_model(TINY, "cpu")
+    assert model.config.tie_word_embeddings and all(p.dtype == torch.float32 for p in model.parameters())
+    save_weights(model, [], tmp_path / "w", None, "bfloat16")
+    written = load_file(tmp_path / "w" / "model.safetensors")
+    assert {name: tensor.shape for name, tensor in written.items()} == {n: p.shape for n, p in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        assert written[name].dtype == torch.bfloat16 and torch.equal(written[name], parameter.bfloat16())
+
+
 def test_weights_pushed_after_a_resume_outlive_those_of_the_process_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -329,7 +355,7 @@ def test_weights_pushed_after_a_resume_outlive_those_of_the_process_before(
     for name in ("v000006-6", "v000007-7", "v000008-8.tmp"):
         (left / name).mkdir(parents=True)
 
-    def save(model: Any, names: Any, folder: Path, state: Any) -> dict[str, Path]:
+    def save(model: Any, names: Any, folder: Path, *_: Any) -> dict[str, Path]:
         folder.mkdir(parents=True)
         return {"": folder}
 

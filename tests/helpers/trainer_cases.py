@@ -48,7 +48,7 @@ from mmrl.records import Call
 from mmrl.system.child_process import free_port
 from mmrl.trainer.objective import StepBatch, TrainCall
 from mmrl.trainer.settings import Settings
-from mmrl.trainer.sharding import gather_tensor
+from mmrl.trainer.sharding import gather_tensor, loaded_once
 from mmrl.trainer.trl_trainer import MmrlTrainer, Update
 from scripts.chaos.compare import comparable
 from tests.helpers.hybrids import HYBRIDS, hybrid_model
@@ -403,12 +403,14 @@ def shard_on_cpu() -> None:
 def run(folder: Path, name: str) -> None:
     """Train one case from its start, then on from one process's second step; the main process writes what it saw."""
     seen: list[dict[str, float]] = []
-    trainer = build(folder / "two" / name, name, seen)
+    with loaded_once():  # as `run.build.load_trainer`
+        trainer = build(folder / "two" / name, name, seen)
     plugin = trainer.accelerator.state.fsdp_plugin
     # Pinning memory takes a GPU.
     plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False) if CASES[name].get("offload") else OffloadPolicy()
     gradients = watch_gradients(trainer)
     trainer.train()
+    pushed = trainer.whole_state()
     trained = dict(trainer.model.named_parameters())
     if trainer.critic is not None:
         trained |= trainer.critic.named_parameters()
@@ -423,10 +425,13 @@ def run(folder: Path, name: str) -> None:
         facts["values"] = trainer.forwards.values(sampled(VALUE_CALLS if main else VALUE_CALLS[:1]))
         trainer.forwards.values(sampled(VALUE_CALLS[:2] if main else []))
     start = folder / "one" / name / "checkpoint-2"
-    build(folder / "again" / name, name, facts["resumed"], resume_from=start).train()
+    with loaded_once():
+        again = build(folder / "again" / name, name, facts["resumed"], resume_from=start)
+    again.train()
     if main:
         (folder / "two" / name / "facts.json").write_text(json.dumps(facts))
         torch.save(gradients, folder / "two" / name / "gradients.pt")
+        torch.save(pushed, folder / "two" / name / "pushed.pt")
 
 
 if __name__ == "__main__":

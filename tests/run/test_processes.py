@@ -8,14 +8,16 @@ import subprocess
 import sys
 
 import pytest
+from torch import distributed
 
 from mmrl.cli import main
-from mmrl.config import HardwareConfig
+from mmrl.config import HardwareConfig, ModelConfig
 from mmrl.config.engines import TransformersConfig, VllmServerConfig
 from mmrl.config.rules import across_sections
 from mmrl.engines.base import EngineSetup
 from mmrl.engines.vllm.command import server_environment
 from mmrl.errors import ConfigError
+from mmrl.models.load import load_model
 from mmrl.records import Example
 from mmrl.run import session
 from mmrl.run.build import server_devices
@@ -23,6 +25,7 @@ from mmrl.run.launch import environment, hardware_problems, missing_packages, wr
 from mmrl.store.rundir import RunDir
 from mmrl.system.conf import later_wins
 from mmrl.system.processes import ALONE, Processes, join, merge_forests
+from mmrl.trainer.sharding import loaded_once
 from scripts.chaos.compare import comparable
 from tests.helpers import TOP
 from tests.helpers.forests import Grow
@@ -122,6 +125,20 @@ def test_what_a_process_is_told():
     assert wrapping(profile()) == {}
 
 
+def test_what_is_not_sharded_is_loaded_by_every_process(monkeypatch):
+    """transformers gives zeros to all local ranks but the first, if asked to load once: a teacher would stay zero."""
+    for name, value in {**wrapping(profile(sharding="fsdp2")), "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        tiny = ModelConfig(name="tiny", path="tiny")
+        with loaded_once():
+            assert not any(weight.any() for weight in load_model(tiny, "cpu").parameters())
+        assert all(weight.any() for weight in load_model(tiny, "cpu").parameters())
+    finally:
+        distributed.destroy_process_group()
+
+
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("sharding", ["fsdp2", "zero2", "zero3"])
 def test_accelerate_launch_sets_the_same_variables(sharding, offload):
@@ -133,7 +150,7 @@ def test_accelerate_launch_sets_the_same_variables(sharding, offload):
     if sharding == "fsdp2":
         flags = (
             "--use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP --fsdp_state_dict_type "
-            "FULL_STATE_DICT --fsdp_reshard_after_forward true --fsdp_cpu_ram_efficient_loading true "
+            "FULL_STATE_DICT --fsdp_reshard_after_forward true --fsdp_cpu_ram_efficient_loading false "
             f"--fsdp_offload_params {str(offload).lower()}"
         )
     else:
@@ -141,6 +158,7 @@ def test_accelerate_launch_sets_the_same_variables(sharding, offload):
         flags = (
             f"--use_deepspeed --zero_stage {sharding[-1]} --offload_optimizer_device {device} "
             f"--offload_param_device {device if sharding == 'zero3' else 'none'} --gradient_accumulation_steps 1"
+            f" --zero3_save_16bit_model {str(sharding == 'zero3').lower()}"
         )
     arguments = launch_command_parser().parse_args(f"{common} {flags} train.py".split())
     arguments.deepspeed_fields_from_accelerate_config = ""  # as the launcher does, which reads no file here

@@ -97,6 +97,18 @@ def test_they_save_the_files_of_one(name: str, runs: dict[str, Any]) -> None:
 
 
 @cases
+def test_what_engines_are_sent_is_what_is_saved(name: str, runs: dict[str, Any]) -> None:
+    """Of an adapter no base, which would be gathered for nothing."""
+    pushed = torch.load(runs["folder"] / "two" / name / "pushed.pt")
+    files = weights(runs["folder"] / "two" / name, 3).items()
+    saved = {file.partition(":")[2]: value for file, value in files if not file.startswith("critic")}
+    sent = {key.replace(".default", ""): value.cpu() for key, value in pushed.items()}
+    same(saved, {key: sent[key] for key in saved}, 1e-6)
+    if CASES[name].get("lora"):
+        assert all("lora_" in key for key in sent)
+
+
+@cases
 def test_two_go_on_from_one(name: str, runs: dict[str, Any]) -> None:
     same_metrics(runs["one"][name]["metrics"][2:], facts_of(runs, name)["resumed"])
     same(weights(runs["folder"] / "one" / name, 3), weights(runs["folder"] / "again" / name, 3), 1e-5)

@@ -215,7 +215,7 @@ class PushingEngine(VllmEngine):
         if self.model is None:
             return {name: Path(path) for name, path in self.setup.folders.items()}
         folder = self.folder / "weights" / f"v{version:06d}-{self._pushes}"
-        return save_weights(self.model, self.names, folder, state)
+        return save_weights(self.model, self.names, folder, state, served_dtype(self.weights, self.setup.device))
 
     def _pushed_folders(self) -> list[tuple[int, Path]]:
         """Return number and folder, `v<version>-<push>`, of each push; not what a kill left half-written (`.tmp`)."""
@@ -267,17 +267,23 @@ class PushingEngine(VllmEngine):
 
 
 def save_weights(
-    model: PreTrainedModel, names: Sequence[str], folder: Path, state: Mapping[str, Tensor] | None = None
+    model: PreTrainedModel, names: Sequence[str], folder: Path, state: Mapping[str, Tensor] | None, dtype: str
 ) -> dict[str, Path]:
     """Write the adapters `names`, or all weights when there are none, below `folder`, atomically.
 
     Args:
         state: the model's weights by name, where it does not hold them whole itself.
+        dtype: in which they are served; trained weights are float32, and as files twice as large.
 
     Returns:
         Adapter name -> its folder; "" -> `folder` for full weights.
     """
     state_dict = dict(state) if state is not None else None
+    if not names:
+        # Tied weights are one tensor under two names, and stay one.
+        cast: dict[int, Tensor] = {}
+        whole = state_dict or model.state_dict()
+        state_dict = {name: cast.setdefault(t.data_ptr(), _as_served(t, dtype)) for name, t in whole.items()}
     temporary = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
@@ -287,6 +293,12 @@ def save_weights(
     model.save_pretrained(str(temporary), state_dict=state_dict, **of_peft)
     temporary.rename(folder)
     return {name: folder if name in ("", "default") else folder / name for name in names or [""]}
+
+
+def _as_served(weight: Tensor, dtype: str) -> Tensor:
+    import torch
+
+    return weight.to(getattr(torch, dtype)) if weight.is_floating_point() else weight
 
 
 def probe_logprobs(model: PreTrainedModel, ids: Sequence[int], adapter: str | None) -> list[float]:

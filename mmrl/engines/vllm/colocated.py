@@ -276,6 +276,10 @@ class VllmColocatedEngine(PushingEngine):
 
     def _awake(self) -> None:
         if self._asleep:
+            import torch
+
+            # vLLM takes memory beside torch's allocator, which has kept what the update no longer needs.
+            torch.cuda.empty_cache()
             self._vllm.wake_up()
             self._asleep = False
 

@@ -155,9 +155,7 @@ class VllmServerEngine(HttpEngine, PushingEngine):
             EngineFailure: one refused, or has been started often enough.
             TimeoutError: it took too long.
         """
-        # A start has a limit of its own (`engine.start_timeout_s`); only full weights on a CPU need one in a push.
-        starts = len(self.replicas) if self._starts_anew else 0
-        self._deadline = time.monotonic() + self.config.sync_timeout_s + starts * self.config.start_timeout_s
+        self._start_clock()
         try:
             self._push(version, state)
         except HttpFailure as error:
@@ -165,6 +163,17 @@ class VllmServerEngine(HttpEngine, PushingEngine):
                 raise
             return False
         return True
+
+    @override
+    def _save(self, version: int, state: Mapping[str, Tensor] | None) -> dict[str, Path]:
+        saved = super()._save(version, state)
+        self._start_clock()  # gigabytes to a slow folder are no server's time
+        return saved
+
+    def _start_clock(self) -> None:
+        # A start has a limit of its own (`engine.start_timeout_s`); only full weights on a CPU need one in a push.
+        starts = len(self.replicas) if self._starts_anew else 0
+        self._deadline = time.monotonic() + self.config.sync_timeout_s + starts * self.config.start_timeout_s
 
     def _wait(self, work: Coroutine[object, object, T]) -> T:
         """Wait for a part of a push, as long as the push may take."""
