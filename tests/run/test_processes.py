@@ -125,11 +125,11 @@ def test_what_a_process_is_told():
     assert wrapping(profile()) == {}
 
 
-def test_what_is_not_sharded_is_loaded_by_every_process(monkeypatch):
+def test_what_is_not_sharded_is_loaded_by_every_process(tmp_path, monkeypatch):
     """transformers gives zeros to all local ranks but the first, if asked to load once: a teacher would stay zero."""
     for name, value in {**wrapping(profile(sharding="fsdp2")), "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     try:
         tiny = ModelConfig(name="tiny", path="tiny")
         with loaded_once():
