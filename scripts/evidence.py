@@ -65,6 +65,18 @@ LINES = {
         "`mhgpo_fof`, answerer taught by the 1.5B",
         CODER.format("hotpotqa", "mhgpo_fof_taught"),
     ),
+    "coder-search_agent-mt_grpo_variable": (
+        "HotpotQA, a search agent",
+        READS,
+        "`mt_grpo_variable`",
+        CODER.format("search_agent", "mt_grpo_variable"),
+    ),
+    "coder-search_agent-mt_grpo_variable_taught": (
+        "HotpotQA, a search agent",
+        READS,
+        "the same, and itself with the answer",
+        CODER.format("search_agent", "mt_grpo_variable_taught"),
+    ),
 }
 """Name of records -> task, policy before training, algorithm, and where its command stands."""
 _PLACE = re.compile(r"(?<![\w.:/}-])/[\w.@+/-]+")
