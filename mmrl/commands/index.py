@@ -8,13 +8,7 @@ from mmrl.commands.serve import listen, read_token
 from mmrl.config.retriever import BuildIndexArguments, ServeIndexArguments
 from mmrl.errors import ConfigError, DataError, refuse
 from mmrl.models.hub import encoder_problems
-from mmrl.retrieval.index_folder import (
-    build_index,
-    open_index,
-    partial_of,
-    read_info,
-    spec_of,
-)
+from mmrl.retrieval.index_folder import build_index, is_started, open_index, partial_of, read_info, spec_of
 from mmrl.retrieval.select import index_problems, packages_missing, server_problems
 from mmrl.retrieval.serving import make_app
 from mmrl.retrieval.store import PassageStore
@@ -37,7 +31,7 @@ def build(arguments: BuildIndexArguments) -> None:
         problems += error.problems
     refuse(f"mmrl index build: {problem}" for problem in problems)
     spec = spec_of(section)
-    goes_on = f", continuing the build in {partial_of(folder)}" if partial_of(folder).is_dir() else ""
+    goes_on = f", continuing the build in {partial_of(folder)}" if is_started(folder) else ""
     # Prompts end in spaces: in quotes.
     settings = {n: repr(v) if isinstance(v, str) and v != v.strip() else v for n, v in spec.settings.items() if v != ""}
     text = ", ".join(f"{name} {value}" for name, value in settings.items())

@@ -91,9 +91,8 @@ def read_info(folder: Path, key: str = "task.retriever.index") -> IndexInfo:
     Raises:
         DataError: no index, one that is not finished, or a damaged one.
     """
-    partial = partial_of(folder)
     if not (folder / INFO).is_file():
-        why = "its build is not finished: run `mmrl index build` again" if partial.is_dir() else f"has no {INFO}"
+        why = "its build is not finished: run `mmrl index build` again" if is_started(folder) else f"has no {INFO}"
         raise DataError(f"{key}: {folder}: {why}; expected a folder made by `mmrl index build`")
     try:
         info = IndexInfo(**json.loads((folder / INFO).read_text(encoding="utf-8")))
@@ -128,22 +127,29 @@ def build_index(
         batch_size: batch size of the encoder.
 
     Raises:
-        DataError: the folder exists, no passages, another build of the same folder is running, or an unfinished one
-            was started with other settings.
+        DataError: the folder exists, no passages, another build of the same folder is running, an unfinished one was
+            started with other settings, or the folder beside it is no build at all.
     """
     # Never overwritten: it may have taken hours, and other processes may have it mapped.
     if folder.exists():
         raise DataError(f"index: {folder} exists, and is left as it is; choose another folder or remove it yourself")
     work = partial_of(folder)
     work.mkdir(parents=True, exist_ok=True)
+    # Before the lock, which would be a file in somebody's folder. A build has its plan until it is done.
+    names = {path.name for path in work.iterdir()}
+    if PLAN not in names and names - {LOCK}:
+        raise DataError(
+            f"index: {work} is no unfinished build (it has no {PLAN}), and is left as it is; the index is built there "
+            f"before it is moved to {folder}: choose another folder, or rename that one"
+        )
     started = time.perf_counter()
     try:
         lock = take_lock(work / LOCK)
     except BlockingIOError:
         raise DataError(f"index: {work} is being built by another process") from None
     try:
-        _remove_earlier_attempt(work)
         _check_plan(work, spec, stamp)
+        _remove_earlier_attempt(work)
         corpus = write_passages(work, documents())
         if not corpus.documents:
             shutil.rmtree(work)
@@ -171,8 +177,8 @@ def _finish(
     work: Path, folder: Path, spec: IndexSpec, corpus: CorpusFacts, sources: Sequence[str], seconds: float
 ) -> IndexInfo:
     shutil.rmtree(work / "shards", ignore_errors=True)
-    (work / PLAN).unlink()
-    sizes = {file: file.stat().st_size for file in sorted(work.rglob("*")) if file.is_file() and file.name != LOCK}
+    written = [file for file in sorted(work.rglob("*")) if file.is_file() and file.name not in (LOCK, PLAN)]
+    sizes = {file: file.stat().st_size for file in written}
     info = IndexInfo(
         format=FORMAT,
         kind=spec.kind,
@@ -190,12 +196,19 @@ def _finish(
     # Before the rename: the lock is no part of an index, and `folder.exists()` keeps later builds away.
     (work / LOCK).unlink()
     os.replace(work, folder)
+    # After the rename: a folder without a plan is never taken for a build.
+    (folder / PLAN).unlink()
     return info
 
 
 def partial_of(folder: Path) -> Path:
     """Return the folder in which an index is built before it is moved to `folder`."""
     return folder.with_name(f"{folder.name}.partial")
+
+
+def is_started(folder: Path) -> bool:
+    """Return True if a build of an index folder was started and is not done."""
+    return (partial_of(folder) / PLAN).is_file()
 
 
 def _check_plan(work: Path, spec: IndexSpec, stamp: str) -> None:

@@ -155,6 +155,28 @@ def test_an_index_is_never_overwritten_and_damage_is_told(tmp_path):
         read_info(folder)
 
 
+def test_a_folder_of_somebody_where_the_index_would_be_built_is_left_as_it_is(tmp_path):
+    theirs = tmp_path / "wiki.partial"
+    theirs.mkdir()
+    for name in ("corpus.jsonl", "index.json"):  # a corpus; an index that is finished
+        (theirs / name).write_text("theirs")
+        with pytest.raises(DataError, match=rf"index: {theirs} is no unfinished build .* left as it is"):
+            build_index(tmp_path / "wiki", spec_of(Bm25Config()), lambda: DOCUMENTS)
+        assert [path.read_text() for path in theirs.iterdir()] == ["theirs"]
+        with pytest.raises(DataError, match=r"has no index\.json"):
+            read_info(tmp_path / "wiki")
+        (theirs / name).unlink()
+    (theirs / "plan.json").write_text("my plan")
+    (theirs / "corpus.jsonl").write_text("theirs")
+    with pytest.raises(DataError, match="unfinished build with other settings"):
+        build_index(tmp_path / "wiki", spec_of(Bm25Config()), lambda: DOCUMENTS)
+    assert (theirs / "corpus.jsonl").read_text() == "theirs"
+    (theirs / "plan.json").unlink()
+    (theirs / "corpus.jsonl").unlink()
+    info = build_index(tmp_path / "wiki", spec_of(Bm25Config()), lambda: DOCUMENTS)  # killed before it wrote its plan
+    assert info.documents == len(DOCUMENTS) and {"lock", "plan.json"}.isdisjoint(os.listdir(tmp_path / "wiki"))
+
+
 def test_a_dense_task_index_is_built_once_and_rebuilt_when_model_or_file_change(model, tmp_path, caplog):
     config = DenseConfig(name="dense", model=model, encoder="contriever")
     folder = cached_index(DOCUMENTS, config, tmp_path)
