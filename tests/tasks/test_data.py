@@ -75,6 +75,7 @@ POPQA = {"id": 1, "question": "Who?", "possible_answers": '["Ada"]', "paragraphs
         ("nq", [{"question": "Q?", "answer": 1.5}], "record 0: answers: Input should be a valid list"),
         ("nq", [{"question": "Q?", "answer": [None]}], "record 0: answers.0: Input should be a valid string"),
         ("nq", [{"question": "Q?", "possible_answers": "a, b"}], "record 0: "),
+        ("triviaqa", [{"question": "Q?", "answer": {"aliases": "Ada"}}], "answers: expected lists in aliases and norm"),
         # an empty alias would be matched by every answer that normalises to nothing, a text by its letters
         ("musique", [MUSIQUE | {"answer_aliases": [""]}], "answer_aliases.0: is empty"),
         ("musique", [MUSIQUE | {"answer_aliases": "Ada"}], "answer_aliases: Input should be a valid list"),
@@ -196,7 +197,8 @@ def test_subset_is_stable_and_seeded():
         ("nq", {"question": "Q?", "answer": ["a", "b", "a"]}, ("a", "b")),
         ("nq", {"question": "Q?", "answer": "a"}, ("a",)),
         ("nq", {"question": "Q?", "answers": ["a"]}, ("a",)),
-        ("triviaqa", {"question": "Q?", "answer": {"aliases": ["A"], "normalized_aliases": ["a"]}}, ("a",)),
+        ("triviaqa", {"question": "Q?", "answer": {"aliases": ["A"], "normalized_aliases": ["a"]}}, ("A", "a")),
+        ("triviaqa", {"question": "Q?", "answer": {"aliases": ["The The"], "normalized_aliases": [""]}}, ("The The",)),
         ("popqa", {"question": "Q?", "possible_answers": '["a", "b"]'}, ("a", "b")),
         ("hotpotqa", {"question": "Q?", "answer": "yes", "type": "comparison"}, ("yes",)),
         ("musique", {"question": "Q?", "answer": ["a"]}, ("a",)),

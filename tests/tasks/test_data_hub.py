@@ -11,7 +11,7 @@ from mmrl.errors import ConfigError, DataError
 from mmrl.tasks import TASKS
 from mmrl.tasks.data.layouts import LAYOUTS
 from mmrl.tasks.data.rows import Source
-from tests.helpers.programs import saved
+from tests.helpers.programs import default_config, saved
 from tests.tasks.test_data import hub_columns, load, record
 
 
@@ -66,8 +66,22 @@ HUB = [
 def test_columns_of_the_hub_data_sets_through_local_parquet(here, name, split, layout, row):
     saved(here / f"{name}/{split}.parquet", [row])
     (found,) = load(f"{name}::{split}", layout)
-    assert (found.question, len(found.answers)) == ("Q?", 2)
+    assert (found.question, found.answers[:2]) == ("Q?", ("Ada", "A."))
     assert bool(found.paragraphs) == ("paragraphs" in row)
+
+
+@pytest.mark.parametrize("punctuation", ["delete", "space"])
+def test_triviaqas_own_answers_are_right_though_its_script_put_spaces_for_punctuation(here, punctuation):
+    row = TRIVIA | {"answer": {"value": "L.H.O.", "aliases": ["L.H.O."], "normalized_aliases": ["l h o"]}}
+    data = DataConfig(dev=saved(here / "t.parquet", [row]))
+    task = TASKS["qa_direct"](default_config("qa_direct", dataset="triviaqa", data=data, punctuation=punctuation), 0)
+    (example,) = task.examples("dev")
+    assert [task.answer_metrics(said, example)["em"] for said in ("L.H.O.", "l h o", "L. H. O.", "H.O.")] == [
+        1,
+        1,
+        1,
+        0,
+    ]
 
 
 def test_an_unreachable_hub_id_is_one_clear_error(monkeypatch):

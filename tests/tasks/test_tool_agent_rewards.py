@@ -63,6 +63,16 @@ def test_what_is_no_article_earns_no_retrieval_reward_though_it_holds_the_answer
     assert calls[0].turn_reward == pytest.approx(rollout.metrics["tool_execution"])
 
 
+def test_only_triviaqas_normalised_aliases_are_accepted_where_there_are_some(task):
+    """The case study's rule: `lower` and `strip` and nothing more, against `normalized_aliases`."""
+    known = {"answers": ["The Tagus", "tagus"], "normalized": ["tagus"]}
+    example = dataclasses.replace(EXAMPLE, metadata={**EXAMPLE.metadata, **known})
+    said = {"Tagus": (0.5, 1.0), "The Tagus": (0.5, 0.0)}
+    for answer, expected in said.items():
+        rollout, _, _ = play(task, [RIGHT.replace("Tagus", answer)], "outcome", example)
+        assert (rollout.parts["answer_presence"], rollout.parts["exact_match"]) == expected
+
+
 def test_listing_every_candidate_is_seen(task):
     """The paper's reward asks for the answer anywhere in the given one: a list earns 0.5; its length and parts show."""
     listed = "<reasoning>b</reasoning><answer>the Douro, the Tagus, the Minho or the Sado</answer>"

@@ -207,7 +207,9 @@ class ToolAgentTask(OpenQaTask):
 
         `judge_outcome` asks the judge whether the answer is right. (Its turn rubric is that of the search agent.)
         """
-        answers, answer = example.metadata["answers"], prediction["answer"] or ""
+        # The case study's accepted answers are TriviaQA's normalised aliases alone.
+        answers = example.metadata.get("normalized") or example.metadata["answers"]
+        answer = prediction["answer"] or ""
         texts, released = [call.text for call in path], self.config.format_rewards == "released"
         # stricter than `metrics.exact_match`: the case study's reward lower-cases and strips, nothing more
         golds = {gold.strip().lower() for gold in answers} - {""}

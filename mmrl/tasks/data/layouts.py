@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AliasChoices, AliasPath, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import from_json
 from typing_extensions import override
 
@@ -34,12 +34,19 @@ class Record:
     """Titles of the gold paragraphs, without repetition."""
     kind: str
     paragraphs: tuple[Paragraph, ...]
+    normalized: tuple[str, ...] = ()
+    """TriviaQA's `normalized_aliases`: those of the answers that its own script made."""
 
 
 def _accepted(value: object) -> object:
     """Read accepted answers: a text, a list, or TriviaQA's record of aliases."""
-    if isinstance(value, Mapping):  # its own evaluation compares with these
-        value = value.get("normalized_aliases") or value.get("aliases")
+    if isinstance(value, Mapping):
+        # Both: its script puts a space in the place of a punctuation mark, which `task.punctuation=delete` does not.
+        lists = [value.get(name) or [] for name in ("aliases", "normalized_aliases")]
+        if not all(isinstance(aliases, list) for aliases in lists):  # the letters of a text would be taken for aliases
+            raise ValueError("expected lists in aliases and normalized_aliases")
+        # What that script leaves nothing of is no answer.
+        return [*lists[0], *(alias for alias in lists[1] if alias != "")]
     return [value] if isinstance(value, str | int) else value
 
 
@@ -70,6 +77,7 @@ class Questions(BaseModel):
         validation_alias=AliasChoices("possible_answers", "golden_answers", "answers", "answer"),
         min_length=1,
     )
+    normalized: Annotated[list[str] | None, Field(validation_alias=AliasPath("answer", "normalized_aliases"))] = None
     type: Any = ""
 
     @model_validator(mode="before")
@@ -184,16 +192,16 @@ def _record(key: str, row: Row, layout: type[Questions], number: str) -> Record:
         titles=tuple(dict.fromkeys(fields.titles())),
         kind=fields.kind(),
         paragraphs=tuple(fields.passages()) if isinstance(fields, Evidence) else (),
+        normalized=tuple(filter(None, fields.normalized or ())),
     )
 
 
 def to_example(record: Record, corpus: str) -> Example:
     """Convert a record to an example that searches the corpus of that name."""
-    return Example(
-        id=record.id,
-        inputs={"question": record.question, "corpus": corpus},
-        metadata={"answers": list(record.answers), "titles": list(record.titles), "type": record.kind},
-    )
+    metadata = {"answers": list(record.answers), "titles": list(record.titles), "type": record.kind}
+    if record.normalized:
+        metadata["normalized"] = list(record.normalized)
+    return Example(id=record.id, inputs={"question": record.question, "corpus": corpus}, metadata=metadata)
 
 
 def merge_paragraphs(records: Iterable[Record]) -> list[Document]:
