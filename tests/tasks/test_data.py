@@ -1,6 +1,7 @@
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -74,14 +75,20 @@ POPQA = {"id": 1, "question": "Who?", "possible_answers": '["Ada"]', "paragraphs
         ("nq", [{"question": "Q?", "answer": []}], "record 0: answers: List should have at least 1 item"),
         ("nq", [{"question": "Q?", "answer": 1.5}], "record 0: answers: Input should be a valid list"),
         ("nq", [{"question": "Q?", "answer": [None]}], "record 0: answers.0: Input should be a valid string"),
-        ("nq", [{"question": "Q?", "possible_answers": "a, b"}], "record 0: "),
+        (
+            "nq",
+            [{"question": "Q?", "answer": "['a' 'b']"}],
+            "answers: got \"['a' 'b']\", expected an answer, or a list of",
+        ),
+        ("nq", [{"question": "Q?", "answer": '["a", oops]'}], "answers: got '[\"a\", oops]', expected an answer, or a"),
+        ("nq", [{"question": "Q?", "answer": "[]"}], "record 0: answers: List should have at least 1 item"),
         ("triviaqa", [{"question": "Q?", "answer": {"aliases": "Ada"}}], "answers: expected lists in aliases and norm"),
         # an empty alias would be matched by every answer that normalises to nothing, a text by its letters
         ("musique", [MUSIQUE | {"answer_aliases": [""]}], "answer_aliases.0: is empty"),
         ("musique", [MUSIQUE | {"answer_aliases": "Ada"}], "answer_aliases: Input should be a valid list"),
         ("musique", [MUSIQUE | {"paragraphs": [PARAGRAPH | {"title": None}]}], "paragraphs.0.title: Input should"),
         ("musique", [MUSIQUE | {"paragraphs": [PARAGRAPH | {"paragraph_text": None}]}], "paragraphs.0.paragraph_text"),
-        ("popqa", [POPQA | {"possible_answers": DEEP}], "recursion"),
+        ("popqa", [POPQA | {"possible_answers": f'["a", {DEEP}]'}], 'answers: got \'["a", [[['),
         ("hotpotqa", [record(context=[[None, ["x"]]])], "context.0.0: Input should be a valid string"),
         ("hotpotqa", [record(context=[["Thing", [None]]])], "context.0.1.0: Input should be a valid string"),
         ("hotpotqa", [record(context=[["T", "text"]])], "context.0.1: Input should be a valid list"),
@@ -208,6 +215,30 @@ def test_records_of_questions_alone_are_read_under_any_layout(tmp_path, layout, 
     found = load(saved(tmp_path / "q.jsonl", [row, row]), layout)
     assert [r.id for r in found] == ["dev-0", "dev-1"]
     assert (found[0].question, found[0].answers, found[0].titles, found[0].paragraphs) == ("Q?", answers, (), ())
+
+
+@pytest.mark.parametrize(
+    ("cell", "answers"),
+    [
+        ('["Paris", "City of Paris"]', ("Paris", "City of Paris")),
+        ("['Bob']", ("Bob",)),
+        (" ['It\\'s', \"Reba's\",\n 'a'] ", ("It's", "Reba's", "a")),
+        ("[u'Paris']", ("Paris",)),
+        ("Paris", ("Paris",)),
+        # answers as they stand: an interval, a word in brackets, a list within a text
+        ("[0, 1]", ("[0, 1]",)),
+        ("[sic]", ("[sic]",)),
+        ('see ["a"]', ('see ["a"]',)),
+    ],
+)
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.parquet"])
+def test_a_list_of_answers_may_be_text_in_one_column(tmp_path, name, cell, answers):
+    path = tmp_path / name
+    table = pandas.DataFrame([{"question": "Q?", "answer": cell}])
+    table.to_parquet(path) if name == "a.parquet" else table.to_csv(
+        path, sep="\t" if "tsv" in name else ",", index=False
+    )
+    assert load(str(path), "nq")[0].answers == answers
 
 
 def test_records_with_paragraphs(tmp_path):

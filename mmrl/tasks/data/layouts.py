@@ -6,11 +6,16 @@ in columns; both come through the same reader. Files with nothing but questions 
 
 from __future__ import annotations
 
+import ast
+import io
+import re
+import tokenize
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import AliasChoices, AliasPath, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AliasChoices, AliasPath, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import from_json
 from typing_extensions import override
 
@@ -21,6 +26,7 @@ from mmrl.tasks.data.rows import Row, Source, Text, check_unique, read_as, recor
 
 Paragraph = tuple[str, str]
 """Title and text."""
+_LIST = re.compile(r"\s*\[\s*(u?[\"'].*)?\]\s*", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +44,22 @@ class Record:
     """TriviaQA's `normalized_aliases`: those of the answers that its own script made."""
 
 
+def _listed(value: object) -> object:
+    """Read a list that a file of columns holds as text, in JSON (PopQA's) or as Python prints it (pandas)."""
+    # Without quotes it is an answer as it stands: `[sic]`, or the interval `[0, 1]`.
+    if not (isinstance(value, str) and _LIST.fullmatch(value)):
+        return value
+    with suppress(ValueError):
+        return from_json(value)
+    with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+        read = ast.literal_eval(value.strip())
+        # numpy prints no commas, and Python joins texts side by side.
+        tokens = tokenize.generate_tokens(io.StringIO(value.strip()).readline)
+        if isinstance(read, list) and sum(token.type == tokenize.STRING for token in tokens) <= len(read):
+            return read
+    raise ValueError(f"got {value[:60]!r}, expected an answer, or a list of them in JSON or as Python prints it")
+
+
 def _accepted(value: object) -> object:
     """Read accepted answers: a text, a list, or TriviaQA's record of aliases."""
     if isinstance(value, Mapping):
@@ -47,6 +69,7 @@ def _accepted(value: object) -> object:
             raise ValueError("expected lists in aliases and normalized_aliases")
         # What that script leaves nothing of is no answer.
         return [*lists[0], *(alias for alias in lists[1] if alias != "")]
+    value = _listed(value)
     return [value] if isinstance(value, str | int) else value
 
 
@@ -79,13 +102,6 @@ class Questions(BaseModel):
     )
     normalized: Annotated[list[str] | None, Field(validation_alias=AliasPath("answer", "normalized_aliases"))] = None
     type: Any = ""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _decoded(cls, values: Any) -> Any:
-        # PopQA's file holds the list as JSON text in one column.
-        listed = values.get("possible_answers") if isinstance(values, Mapping) else None
-        return {**values, "possible_answers": from_json(listed)} if isinstance(listed, str) else values
 
     def kind(self) -> str:
         """Return the kind of question."""
@@ -147,7 +163,7 @@ class Musique(Popqa):
     """MuSiQue-Ans; it scores the best over the answer and its aliases."""
 
     id: str
-    answer_aliases: list[Text] | None = None
+    answer_aliases: Annotated[list[Text] | None, BeforeValidator(_listed)] = None
 
     @override
     def kind(self) -> str:
