@@ -8,7 +8,6 @@ word with a query is never returned.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,12 +17,11 @@ import numpy as np
 from typing_extensions import override
 
 from mmrl.retrieval.base import Document, Retriever
+from mmrl.retrieval.words import words
 from mmrl.system.bar import progress
 
 if TYPE_CHECKING:
     from bm25s import BM25
-
-WORD = re.compile(r"\w+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +97,7 @@ def write_index(folder: Path, documents: Sequence[Document], settings: Bm25Setti
 
 def tokenize(text: str, stop: frozenset[str]) -> list[str]:
     """Return the lower-cased words without stop words."""
-    return [word for word in WORD.findall(text.lower()) if word not in stop]
+    return [word for word in words(text) if word not in stop]
 
 
 def top_indices(scores: np.ndarray, k: int) -> list[int]:
@@ -123,8 +121,8 @@ def _build(documents: Sequence[Document], settings: Bm25Settings) -> BM25:
     with progress("reading words for BM25", len(documents)) as advance:
         for document in documents:
             advance(1)
-            words = words_of(f"{document.title} {document.text}")
-            corpus_ids.append([vocabulary.setdefault(word, len(vocabulary)) for word in words])
+            found = words_of(f"{document.title} {document.text}")
+            corpus_ids.append([vocabulary.setdefault(word, len(vocabulary)) for word in found])
     # A corpus of stop words only: bm25s needs one column, which no query can name.
     if not vocabulary:
         vocabulary[""] = 0

@@ -17,6 +17,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from mmrl.errors import ConfigError, DataError, refuse, unknown
 from mmrl.records import EMPTY, Call
+from mmrl.retrieval.words import first_words
 from mmrl.system.conf import conf_dir
 from mmrl.system.files import atomic_write, read_yaml, user_path
 from mmrl.tasks.base import Passage, Program
@@ -139,7 +140,7 @@ class Prompts:
     ) -> list[str]:
         """Format documents by the role `document` of a module, numbered from `first`, each cut to `words` words."""
         return [
-            self.text(module, "document", index=index, title=passage["title"], text=snippet(passage["text"], words))
+            self.text(module, "document", index=index, title=passage["title"], text=first_words(passage["text"], words))
             for index, passage in enumerate(passages, first)
         ]
 
@@ -307,13 +308,6 @@ def last_user(prompt_text: str) -> str | None:
     roles = " ".join(start[1] for start in starts)
     conversation = re.fullmatch(r"(system )?(user assistant )*user", roles)
     return prompt_text[starts[-1].end() :] if conversation else None
-
-
-def snippet(text: str, words: int | None) -> str:
-    """Return the first `words` whitespace words of a text; an already short one as it is."""
-    # A short text keeps its own white space; a cut one has single spaces.
-    parts = text.split()
-    return text if words is None or len(parts) <= words else " ".join(parts[:words])
 
 
 def _read(path: str) -> Mapping[str, object]:

@@ -1,4 +1,6 @@
 import math
+import re
+import unicodedata
 from collections import Counter
 from typing import get_args
 
@@ -14,6 +16,7 @@ from mmrl.retrieval.bm25 import Bm25Retriever, Bm25Settings, tokenize, top_indic
 from mmrl.retrieval.index_folder import build_index, open_index, read_info, spec_of
 from mmrl.retrieval.select import cache_root
 from mmrl.retrieval.store import PassageStore
+from mmrl.retrieval.words import first_words, words
 from mmrl.system.bar import progress
 
 TEXTS = ["red kettle on the stove", "blue kettle", "a red red door", "green lamp by the door", "kettle kettle lamp"]
@@ -94,6 +97,57 @@ def test_results_are_sorted_unique_and_share_a_word(texts, query, k):
     stop = frozenset({"a"})
     for document in found:
         assert set(tokenize(query, stop)) & set(tokenize(f"{document.title} {document.text}", stop))
+
+
+# Latin letters, but for those that are one sign for two or the form of a plain one; İ has a dot that stays when it
+# becomes small.
+LATIN = [c for n in range(0x250) if unicodedata.normalize("NFKC", c := chr(n)) == c != "İ"]
+
+
+@given(st.text(alphabet=[*LATIN, *"\u2013\u2014\u2018\u2019\u201c\u201d\u2022"], max_size=60))
+def test_words_of_latin_text_are_runs_of_letters_and_digits(text):
+    assert words(text) == words(f"{text} \u3002")[: len(words(text))] == re.findall(r"\w+", text.lower())
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("東京タワーは1958年", ["東", "京", "タ", "ワ", "ー", "は", "1958", "年"]),
+        ("ＴＯＫＹＯ　タワー, ﾀﾜｰ", ["tokyo", "タ", "ワ", "ー", "タ", "ワ", "ー"]),
+        ("ที่นี่", ["ที่", "นี่"]),
+        ("हिन्दी भाषा", ["हिन्दी", "भाषा"]),
+        ("서울 타워", ["서울", "타워"]),
+        ("E\u0301lan \u00c9LAN", ["\u00e9lan", "\u00e9lan"]),
+        ("km² ﬁn", ["km2", "fin"]),
+        ("Ἀθῆναι, Москва", ["ἀθῆναι", "москва"]),
+    ],
+)
+def test_words_of_other_scripts(text, expected):
+    assert words(text) == expected == words(unicodedata.normalize("NFD", text))
+
+
+@pytest.mark.parametrize(
+    ("text", "query"),
+    [("東京タワーは港区にある。", "港区"), ("कोच्चि शहर", "कोच्चि"), ("กรุงเทพมหานคร", "กรุงเทพ"), ("E\u0301lan", "élan")],
+)
+def test_what_is_written_without_spaces_or_with_signs_is_found(text, query):
+    found = Bm25Retriever(corpus(["nothing", text])).search([query], [2])[0]
+    assert [d.id for d in found] == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (" one  two\nthree four", "one two three"),
+        (" one  two\nthree", " one  two\nthree"),
+        ("東京 タワー", "東京 タ"),
+        ("東、京。x y", "東、京。x"),
+        ("ที่นี่ดี", "ที่นี่ดี"),
+        ("ที่นี่ดีดี", "ที่นี่ดี"),
+    ],
+)
+def test_the_first_words_of_a_text(text, expected):
+    assert first_words(text, 3) == expected and first_words(text, None) == text
 
 
 STEMMED = ["Running kettles", "A kettle runs", "cities of the river", "city by a river"]

@@ -11,6 +11,7 @@ from mmrl.tasks.data.corpus import coverage, find_occurring, label
 DOCUMENTS = [
     Document(id="0", title="New York", text="The city that never sleeps; élan vital."),
     Document(id="1", title="Porto", text="On the Douro. Founded by 200 BC"),
+    Document(id="2", title="塔", text="それは東京にある。"),
 ]
 
 
@@ -23,6 +24,7 @@ def item(name, answers=(), titles=(), corpus="c"):
     [
         ("new york", True), ("The city, that NEVER sleeps", True), ("Élan Vital", True), ("200 bc", True),
         ("york the", True),  # title and text of one passage are one run
+        ("東京", True), ("京東", False), ("e\u0301lan vital", True),
         ("vital porto", False), ("sleep", False), ("never that", False), ("Bucharest", False), ("?", False),
     ],
 )  # fmt: skip

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -19,6 +18,7 @@ from mmrl.errors import DataError, gathered
 from mmrl.records import Example
 from mmrl.retrieval.base import Document
 from mmrl.retrieval.store import PassageStore
+from mmrl.retrieval.words import words
 from mmrl.system.files import user_path
 from mmrl.tasks.data.layouts import Evidence, passage
 from mmrl.tasks.data.places import FORMATS, files_below, is_saved
@@ -32,7 +32,6 @@ SCANNED = 200_000
 """Passages up to which answers are looked for; a larger corpus is known by its titles alone."""
 LONGEST_ANSWER = 12
 """Words of an answer that are looked for; a longer answer counts by its first ones."""
-WORD = re.compile(r"\w+")
 WIKIPEDIA_PASSAGES = 1_000_000
 """A corpus of fewer passages is a part of Wikipedia, even where it can answer all questions at hand."""
 
@@ -186,13 +185,13 @@ def find_occurring(answers: Iterable[str], documents: Iterable[Document]) -> set
     # Indexed by first word: one pass over the passages for any number of answers.
     lengths: dict[str, set[int]] = {}
     for answer in answers:
-        if run := tuple(WORD.findall(answer.lower())[:LONGEST_ANSWER]):
+        if run := tuple(words(answer)[:LONGEST_ANSWER]):
             by_words.setdefault(run, []).append(answer)
             lengths.setdefault(run[0], set()).add(len(run))
     present: set[tuple[str, ...]] = set()
     for document in documents:
-        words = WORD.findall(f"{document.title} {document.text}".lower())
-        for start, word in enumerate(words):
-            runs = (tuple(words[start : start + length]) for length in lengths.get(word, ()))
+        found = words(f"{document.title} {document.text}")
+        for start, word in enumerate(found):
+            runs = (tuple(found[start : start + length]) for length in lengths.get(word, ()))
             present.update(run for run in runs if run in by_words)
     return {answer for run in present for answer in by_words[run]}
