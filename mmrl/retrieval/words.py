@@ -1,5 +1,5 @@
 """Words of a text, alike for the passages of an index and for what is looked up in them. Used by BM25,
-coverage and prompts."""
+coverage, prompts and metrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _WORDS = regex.compile(rf"(?=\w){_CHARACTER}\p{{M}}*|(?:(?!{_CHARACTER})[\w\p{{M
 _PARTS = regex.compile(rf"{_CHARACTER}[\p{{M}}\p{{P}}]*|(?:(?!{_CHARACTER})\S)+")
 _LATIN_WORDS = re.compile(r"\w+")
 _NOT_LATIN = re.compile("[^\0-\u02ff\u2010-\u203e]")
-_HAS_UNSPACED = regex.compile(_CHARACTER)
+HAS_UNSPACED = regex.compile(_CHARACTER)
+"""Finds a character of a script without spaces."""
 
 
 def words(text: str) -> list[str]:
@@ -41,7 +42,7 @@ def first_words(text: str, count: int | None) -> str:
     """
     if count is None:
         return text
-    if _HAS_UNSPACED.search(text) is None:
+    if HAS_UNSPACED.search(text) is None:
         parts = text.split()
         return text if len(parts) <= count else " ".join(parts[:count])
     ends = [part.end() for part in _PARTS.finditer(text)]

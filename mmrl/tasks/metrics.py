@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
+from mmrl.retrieval.words import HAS_UNSPACED
+
 Punctuation = Literal["delete", "space"]
 """Treatment of punctuation marks in normalisation: `delete` (SQuAD, HotpotQA) or `space` (MMOA-RAG)."""
 
@@ -113,12 +115,25 @@ def leaked_pieces(pieces: Sequence[str], text: str) -> int:
     A piece counts when its words stand in the text one after the other. Both are normalised first (NFKC, case folded,
     without invisible characters and DSPy's field markers). Not seen: paraphrase, translation, initials, other spellings
     (accents, look-alike letters, words glued together or spelled letter by letter, reversed), HTML entities and
-    encodings. A piece without a letter or digit counts where it stands as it is. Linear in the text.
+    encodings. A piece without a letter or digit counts where it stands as it is, one in a script without spaces between
+    words (Chinese, Thai) also within others. Linear in the text.
     """
-    normalised = _words(text)
-    return sum(words in normalised if (words := _words(piece)).strip() else piece in text for piece in pieces)
+    plain = _normalised(text)
+    words = _words(plain)
+
+    def leaks(piece: str) -> bool:
+        sought = _normalised(piece)
+        if HAS_UNSPACED.search(sought) and sought in plain:
+            return True
+        return found in words if (found := _words(sought)).strip() else piece in text
+
+    return sum(map(leaks, pieces))
 
 
-def _words(text: str) -> str:
+def _normalised(text: str) -> str:
+    return " ".join(_MARKER.sub("", text.translate(_NORMALISED)).split())
+
+
+def _words(normalised: str) -> str:
     """Return the words of a normalised text, each between single spaces."""
-    return f" {' '.join(_WORD.findall(_MARKER.sub('', text.translate(_NORMALISED))))} "
+    return f" {' '.join(_WORD.findall(normalised))} "

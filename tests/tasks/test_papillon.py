@@ -99,6 +99,10 @@ def test_the_external_model_helps_without_knowing_who_asks():
         (["Leon"], "a Noel card", 0),
         (["Ann", "Lee"], "&#" + "9" * 5000 + "; \ufffd [[ ##", 0),
         (["+++", "Ann"], "a +++ b", 1),
+        (["李明", "北京市"], "我叫李明，住在北京市朝阳区。", 2),
+        (["李明", "ﾀﾅｶ"], "李先生的明天, タナカさん", 1),
+        (["สมชาย", "ที่ดิน"], "ผมชื่อสมชายครับ ทดน", 1),  # a word is not another without its signs
+        (["李明 Lee"], "我是李明  Lee。", 1),
         ([], "anything", 0),
     ],
 )
