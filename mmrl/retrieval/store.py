@@ -12,8 +12,8 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -43,8 +43,30 @@ def short_hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 
+def distinct(documents: Iterable[Document]) -> Iterator[Document]:
+    """Yield passages in the order given, each (title, text) once; ids that come twice get a suffix."""
+    # Hashes, not texts: 21 million passages of Wikipedia are 14 GB of text.
+    hashes: set[bytes] = set()
+    ids: set[int] = set()
+    for document in documents:
+        key = hashlib.blake2b(_content(document), digest_size=16).digest()
+        if key in hashes:
+            continue
+        # Corpora that number their passages, joined into one, repeat ids; tasks tell passages apart by them.
+        if short_hash(document.id) in ids:
+            document = replace(document, id=f"{document.id}~{len(hashes)}")
+        hashes.add(key)
+        ids.add(short_hash(document.id))
+        yield document
+
+
+def _content(document: Document) -> bytes:
+    # Control characters as separators, so that titles and texts do not run into each other.
+    return f"\x1e{document.title}\x1f{document.text}".encode("utf-8", "surrogatepass")
+
+
 def write_passages(folder: Path, documents: Iterable[Document]) -> CorpusFacts:
-    """Write passages in the order given, each (title, text) once; ids that come twice get a suffix.
+    """Write the `distinct` of the passages.
 
     Args:
         folder: exists; files of this module in it are overwritten.
@@ -53,30 +75,23 @@ def write_passages(folder: Path, documents: Iterable[Document]) -> CorpusFacts:
     Returns:
         Counts and hash.
     """
-    # Hashes, not texts: 21 million passages of Wikipedia are 14 GB of text.
-    hashes: set[bytes] = set()
-    ids: set[int] = set()
     offsets, titles = [0], []
     digest = hashlib.blake2b(digest_size=16)
-    duplicates = text_bytes = 0
-    with (folder / PASSAGES).open("wb") as file, progress("writing") as advance:
+    given = text_bytes = 0
+
+    def counted() -> Iterator[Document]:
+        nonlocal given
         for document in documents:
+            given += 1
             advance(1)
-            # Control characters as separators, so that titles and texts do not run into each other.
-            content = f"\x1e{document.title}\x1f{document.text}".encode("utf-8", "surrogatepass")
-            key = hashlib.blake2b(content, digest_size=16).digest()
-            if key in hashes:
-                duplicates += 1
-                continue
-            hashes.add(key)
+            yield document
+
+    with (folder / PASSAGES).open("wb") as file, progress("writing") as advance:
+        for document in distinct(counted()):
+            content = _content(document)
             digest.update(content)
             text_bytes += len(content) - 2
-            name = document.id
-            # Corpora that number their passages, joined into one, repeat ids; tasks tell passages apart by them.
-            if short_hash(name) in ids:
-                name = f"{name}~{len(offsets) - 1}"
-            ids.add(short_hash(name))
-            line = json.dumps([name, document.title, document.text], ensure_ascii=True).encode() + b"\n"
+            line = json.dumps([document.id, document.title, document.text], ensure_ascii=True).encode() + b"\n"
             file.write(line)
             offsets.append(offsets[-1] + len(line))
             titles.append(short_hash(document.title))
@@ -85,7 +100,7 @@ def write_passages(folder: Path, documents: Iterable[Document]) -> CorpusFacts:
     # shape (different titles,), sorted: `has_title` is a binary search
     np.save(folder / TITLES, np.unique(np.array(titles, dtype=np.uint64)))
     return CorpusFacts(
-        documents=len(offsets) - 1, duplicates=duplicates, text_bytes=text_bytes, digest=digest.hexdigest()
+        documents=len(titles), duplicates=given - len(titles), text_bytes=text_bytes, digest=digest.hexdigest()
     )
 
 

@@ -12,7 +12,7 @@ from mmrl.config.retriever import RetrieverConfig
 from mmrl.errors import ConfigError
 from mmrl.retrieval.base import Document, Retriever
 from mmrl.retrieval.select import open_index_corpus, open_retriever
-from mmrl.tasks.data.layouts import load_corpus
+from mmrl.tasks.data.corpus import load_corpus
 from mmrl.tasks.mini.examples import mini_corpus
 
 T = TypeVar("T")

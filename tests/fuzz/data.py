@@ -43,7 +43,8 @@ _FOLDER = tempfile.TemporaryDirectory(prefix="mmrl-fuzz-")
 
 def run(file: tuple[str, str, bytes]) -> str | None:
     """A file is refused, or its records are texts that a program can read."""
-    from mmrl.tasks.data.layouts import LAYOUTS, load_corpus, load_records, to_example
+    from mmrl.tasks.data.corpus import load_corpus
+    from mmrl.tasks.data.layouts import LAYOUTS, load_records, to_example
     from mmrl.tasks.data.rows import Source
 
     name, suffix, data = file

@@ -7,7 +7,8 @@ import pytest
 from mmrl.cli import main
 from mmrl.config import DataConfig
 from mmrl.errors import DataError
-from mmrl.tasks.data.layouts import load_corpus
+from mmrl.retrieval.store import PassageStore, write_passages
+from mmrl.tasks.data.corpus import Corpus, load_corpus
 from mmrl.tasks.mini.teach import demonstrations
 from tests.helpers.programs import saved
 from tests.tasks.test_data import make, record
@@ -35,10 +36,10 @@ def test_corpus_forms(tmp_path, name, content):
         ("c.jsonl", '{"title": "A", "text": "x"}\n{"title": "B"}\n', "line 2: text: Field required (fields: title)"),
         ("c.jsonl", '{"title": 3, "text": "x"}\n', "line 1: title: Input should be a valid string"),
         ("c.jsonl", '"text"\n', "line 1: Input should be a valid dictionary"),
-        ("c.jsonl", '{"id": 1, "title": "A", "text": "x"}\n' * 2, "line 2: duplicate id '1'"),
         ("c.tsv", "id\ttext\n1\tx\n", "line 2: title: Field required (fields: id, text)"),
         ("c.tsv", "title\ttext\nA\tx\ty\n", "line 2: got 3 cells, the header has 2"),
-        ("c.json", "[]", "has no records"),
+        ("c.json", "[]", "has no passages"),
+        ("c.json", "{}", "got dict, expected a JSON list"),
     ],
 )
 def test_bad_corpora(tmp_path, name, content, expected):
@@ -94,6 +95,44 @@ def test_missing_gold_titles_warn_with_the_share(tmp_path, caplog):
     assert "task.data.dev: only 66.7 % of the questions" in caplog.text
     assert "dev 66.7%" in task.describe()["partial corpus"]
     assert "train" not in task.gold_shares
+
+
+def test_a_folder_is_the_same_corpus_for_a_task_and_for_an_index(tmp_path, caplog):
+    """Every file below it that holds passages, of whatever split its name tells."""
+    passages = [{"id": "1", "title": "A", "text": "one"}, {"id": "2", "title": "B", "text": "two"}]
+    for name, rows in (
+        ("train.jsonl", passages),
+        (
+            "test/more.jsonl",
+            [passages[0] | {"title": "C"}, passages[1]],
+        ),  # ids that are numbers of a file, a repetition
+        ("validation.json", [record(0)]),
+        ("questions.csv", [{"question": "Q?", "answer": "A"}]),
+        ("info.json", {"name": "a corpus"}),
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        saved(tmp_path / name, rows)
+    (tmp_path / "README.txt").write_bytes(b"How it was made, in Latin-1: \xe9")
+    with caplog.at_level(logging.WARNING):
+        found = load_corpus("task.corpus", str(tmp_path))
+    left_out = [str(tmp_path / name) for name in ("README.txt", "info.json", "questions.csv")]
+    assert caplog.messages == [f"task.corpus: without passages, left out: {', '.join(left_out)}"]
+    titles = {d.title: d.text for d in found}
+    assert titles == {
+        "C": "one",
+        "B": "two",
+        "A": "one",
+        "Thing": "Made by Ada. In Porto.",
+        "Ada": "Ada lives.",
+        "Other": "Else.",
+    }
+    assert len(found) == len({d.id for d in found}) == 6
+    write_passages(tmp_path, Corpus([str(tmp_path)]).passages())
+    assert list(PassageStore(tmp_path)) == found
+    saved(tmp_path / "wiki-0-of-2.jsonl", passages)
+    for problem in (lambda: load_corpus("task.corpus", str(tmp_path)), lambda: Corpus([str(tmp_path)])):
+        with pytest.raises(DataError, match=r"corpus: .*: .*wiki-1-of-2\.jsonl is missing"):
+            problem()
 
 
 @pytest.mark.data

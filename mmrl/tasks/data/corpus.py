@@ -1,4 +1,4 @@
-"""Corpora: passages of many sources as one stream (`mmrl index`), and whether a corpus can answer a task's questions.
+"""Corpora: passages of many sources as one stream (`mmrl index build`, `task.corpus`); which questions they can answer.
 
 A source may hold passages (see `layouts.passage`) or question records that bring paragraphs (`context`, `paragraphs`).
 *Coverage* is behind the label 'partial corpus' that every result carries. An example that names gold titles counts when
@@ -17,17 +17,16 @@ from itertools import count
 from mmrl.errors import DataError, gathered
 from mmrl.records import Example
 from mmrl.retrieval.base import Document
-from mmrl.retrieval.store import PassageStore
+from mmrl.retrieval.store import PassageStore, distinct
 from mmrl.retrieval.words import words
 from mmrl.system.files import user_path
 from mmrl.tasks.data.layouts import Evidence, passage
-from mmrl.tasks.data.places import FORMATS, files_below, is_saved
-from mmrl.tasks.data.rows import Source, read_as
+from mmrl.tasks.data.places import FORMATS, files_below, is_saved, missing_shard, parts_of
+from mmrl.tasks.data.rows import NoRecords, Source, read_as
 from mmrl.tasks.mini.examples import mini_corpus
 
 log = logging.getLogger("mmrl.data")
 
-KEY = "corpus"
 SCANNED = 200_000
 """Passages up to which answers are looked for; a larger corpus is known by its titles alone."""
 LONGEST_ANSWER = 12
@@ -48,6 +47,8 @@ class Corpus:
     """
 
     specs: Sequence[str]
+    key: str = "corpus"
+    """Key that the user typed, for messages."""
     skipped: list[str] = field(default_factory=list)
     """Files of folders that held no passages; known once `passages` has been run through."""
 
@@ -57,10 +58,10 @@ class Corpus:
     def __post_init__(self) -> None:
         problems: list[str] = []
         if not self.specs:
-            problems.append(f"{KEY}: missing, expected files, folders, hub ids or mini (corpus=A,B)")
+            problems.append(f"{self.key}: missing, expected files, folders, hub ids or mini (corpus=A,B)")
         for spec in self.specs:
             with gathered(problems):
-                self._sources += _sources(spec)
+                self._sources += _sources(self.key, spec)
         if problems:
             raise DataError(problems)
 
@@ -81,27 +82,36 @@ class Corpus:
         for source, strict in self._sources:
             documents = mini_corpus() if source is None else _of_source(source, numbers, strict=strict)
             empty = True
-            for document in documents:
-                yield document
-                empty = False
+            try:
+                for document in documents:
+                    yield document
+                    empty = False
+            except NoRecords:
+                if strict:
+                    raise
             if source is not None and empty and not strict:
                 self.skipped.append(source.spec)
 
 
-def _sources(spec: str) -> list[tuple[Source | None, bool]]:
+def _sources(key: str, spec: str) -> list[tuple[Source | None, bool]]:
     if spec == "mini":
         return [(None, True)]
-    folder, source = user_path(spec), Source(KEY, spec)
+    folder, source = user_path(spec), Source(key, spec)
     if not folder.is_dir() or is_saved(folder):
         source.files("train")  # raises where there are none
         return [(source, True)]
     if not (files := files_below(folder)):
-        raise DataError(f"{KEY}: {spec}: has no {', '.join(FORMATS)} file")
-    return [(Source(KEY, str(path)), False) for path in files]
+        raise DataError(f"{key}: {spec}: has no {', '.join(FORMATS)} file")
+    if missing := missing_shard(files):
+        raise DataError(f"{key}: {spec}: {missing}")
+    return [(Source(key, str(path)), False) for path in files]
 
 
 def _of_source(source: Source, numbers: Iterator[int], *, strict: bool) -> Iterator[Document]:
     """Yield a source's passages; none if it need not hold any, and its first record holds none."""
+    # DPR's topics are questions; any other text beside a corpus, a README say, has no passages either.
+    if not strict and source.spec.lower().endswith(".txt"):
+        return
     for number, row in enumerate(source.stream("train")):
         try:
             fields = row.values if isinstance(row.values, Mapping) else ()
@@ -115,6 +125,21 @@ def _of_source(source: Source, numbers: Iterator[int], *, strict: bool) -> Itera
                 raise
             return
         yield from documents
+
+
+def load_corpus(key: str, spec: str) -> list[Document]:
+    """Load the passages of `task.corpus` into memory: those that an index of the same sources has.
+
+    Raises:
+        DataError: no passages, a missing or malformed file, or one named by itself that holds other records.
+    """
+    corpus = Corpus(parts_of(spec), key)
+    documents = list(distinct(corpus.passages()))
+    if corpus.skipped:
+        log.warning("%s: without passages, left out: %s", key, ", ".join(corpus.skipped))
+    if not documents:
+        raise DataError(f"{key}: {spec}: has no passages")
+    return documents
 
 
 def coverage(

@@ -228,17 +228,6 @@ def merge_paragraphs(records: Iterable[Record]) -> list[Document]:
     return [Document(id=str(number), title=title, text=text) for number, (title, text) in enumerate(union)]
 
 
-def load_corpus(key: str, spec: str) -> list[Document]:
-    """Load a corpus from a file or the hub into memory; see `passage` for the records that it may have.
-
-    Raises:
-        DataError: a missing or malformed file, a document without a field, or duplicate ids.
-    """
-    source = Source(key, spec)
-    rows = source.rows("train")
-    return check_unique(key, ((row, passage(source, row, number)) for number, row in enumerate(rows)))
-
-
 class Passage(BaseModel):
     """Passage of a corpus."""
 

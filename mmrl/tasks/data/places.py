@@ -55,7 +55,7 @@ def files_of(spec: str, split: str) -> list[Path]:
     if wrong := [file for file in files if file.suffix.lower() not in FORMATS]:
         raise DataError(f"'{wrong[0]}': has another format; expected {', '.join(FORMATS)}")
     # A pattern may be meant to take some of the shards.
-    if len(files) > 1 and (missing := _missing(files)):
+    if len(files) > 1 and (missing := missing_shard(files)):
         log.warning("%s: %s", spec, missing)
     return files
 
@@ -105,7 +105,7 @@ def _of_folder(folder: Path, split: str) -> list[Path]:
                 f"'{folder}': holds files of {listed}, none of {split}; expected a pattern, such as "
                 f"{folder}/NAME*{next(iter(kinds))}"
             )
-    if missing := _missing(files):
+    if missing := missing_shard(files):
         raise DataError(f"'{folder}': {missing}")
     return files
 
@@ -129,7 +129,7 @@ def _listed(file: Path) -> Iterator[str]:
         raise DataError(f"'{file}': cannot be read: {error}") from None
 
 
-def _missing(files: list[Path]) -> str:
+def missing_shard(files: list[Path]) -> str:
     """Return the first file that is not there of those that are numbered (`00000-of-00003`), in words; or nothing."""
     numbered: dict[tuple[Path, str, str, str], set[int]] = {}
     for file in files:

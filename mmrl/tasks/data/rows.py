@@ -72,6 +72,10 @@ Text = Annotated[str, AfterValidator(_not_empty)]
 """Text with something in it."""
 
 
+class NoRecords(DataError):
+    """A JSON file that holds something else than a list of records."""
+
+
 def read_as(schema: type[M], key: str, row: Row) -> M:
     """Return the fields of a row that a schema has.
 
@@ -252,6 +256,8 @@ class Source:
             raise DataError(f"{self.key}: cannot read {path}: {error.strerror or error}") from None
         except UnicodeDecodeError as error:
             raise DataError(f"{self.key}: {path} is not UTF-8 (byte {error.start})") from None
+        except NoRecords as error:
+            raise NoRecords(f"{self.key}: {error}") from None
         except ValueError as error:
             raise DataError(f"{self.key}: {error}") from None
         except csv.Error as error:
@@ -303,7 +309,7 @@ def _json(path: Path) -> Iterator[Row]:
         lines = "; records line by line are a .jsonl file" if "Extra data: line 2" in str(error) else ""
         raise ValueError(f"{error}{lines}") from None
     if not isinstance(content, list):
-        raise ValueError(f"{path}: got {type(content).__name__}, expected a JSON list of records")
+        raise NoRecords(f"{path}: got {type(content).__name__}, expected a JSON list of records")
     for number, values in enumerate(content):
         yield Row(f"{path} record {number}", values)
 
