@@ -6,8 +6,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from mmrl.config import DataConfig
 from mmrl.config.tasks import MultihopQaConfig
-from mmrl.errors import DataError
+from mmrl.errors import ConfigError, DataError
 from mmrl.tasks import TASKS
 from mmrl.tasks.data.layouts import LAYOUTS, load_records, subset, to_example
 from mmrl.tasks.data.rows import Source
@@ -92,7 +93,7 @@ POPQA = {"id": 1, "question": "Who?", "possible_answers": '["Ada"]', "paragraphs
         ("hotpotqa", [record(context=[[None, ["x"]]])], "context.0.0: Input should be a valid string"),
         ("hotpotqa", [record(context=[["Thing", [None]]])], "context.0.1.0: Input should be a valid string"),
         ("hotpotqa", [record(context=[["T", "text"]])], "context.0.1: Input should be a valid list"),
-        ("hotpotqa", [record(context=...)], "record 0: context: Field required"),
+        ("hotpotqa", [record(supporting_facts=...)], "record 0: supporting_facts: Field required"),
         ("hotpotqa", [record(supporting_facts=[[None, 0]])], "supporting_facts.0.0: Input should be a valid string"),
         (
             "hotpotqa",
@@ -209,6 +210,7 @@ def test_subset_is_stable_and_seeded():
         ("popqa", {"question": "Q?", "possible_answers": '["a", "b"]'}, ("a", "b")),
         ("hotpotqa", {"question": "Q?", "answer": "yes", "type": "comparison"}, ("yes",)),
         ("musique", {"question": "Q?", "answer": ["a"]}, ("a",)),
+        ("musique", {"question": "Q?", "answer": "a", "answer_aliases": ["b", "a"]}, ("a", "b")),
     ],
 )
 def test_records_of_questions_alone_are_read_under_any_layout(tmp_path, layout, row, answers):
@@ -253,8 +255,21 @@ def test_records_with_paragraphs(tmp_path):
         (found,) = load(saved(tmp_path / "data.jsonl", [row]), layout)
         assert (found.id, found.answers, found.kind) == expected
         assert (found.titles, found.paragraphs) == (("T",), (("T", "TT"), ("U", "UU")))
-    with pytest.raises(DataError, match=r"context: Field required"):
+    with pytest.raises(DataError, match=r"supporting_facts: Field required"):
         load(saved(tmp_path / "m.jsonl", [MUSIQUE]), "hotpotqa")
+
+
+def test_gold_titles_may_come_without_their_paragraphs(tmp_path):
+    """For a corpus of one's own."""
+    (found,) = load(saved(tmp_path / "data.json", [record(context=...)]))
+    assert (found.answers, found.titles, found.kind, found.paragraphs) == (("Ada",), ("Thing", "Ada"), "bridge", ())
+    corpus = saved(tmp_path / "c.json", [{"title": "Ada", "text": "Ada"}, {"title": "Thing", "text": "In Porto"}])
+    data = DataConfig(dev=str(tmp_path / "data.json"))
+    assert make(data=data, corpus=corpus).gold_shares == {"dev": 1.0}
+    with pytest.raises(
+        ConfigError, match=r"task\.corpus: got null, and the questions of task\.data\.dev bring no para"
+    ):
+        make(data=data)
 
 
 def test_dpr_topics(tmp_path):

@@ -100,6 +100,8 @@ class Questions(BaseModel):
         validation_alias=AliasChoices("possible_answers", "golden_answers", "answers", "answer"),
         min_length=1,
     )
+    answer_aliases: Annotated[list[Text] | None, BeforeValidator(_listed)] = None
+    """MuSiQue's; it scores the best over the answer and these."""
     normalized: Annotated[list[str] | None, Field(validation_alias=AliasPath("answer", "normalized_aliases"))] = None
     type: Any = ""
 
@@ -134,9 +136,8 @@ class Evidence(BaseModel):
 
 
 class Hotpot(Questions, Evidence):
-    """HotpotQA (distractor and fullwiki) and 2WikiMultihopQA."""
+    """HotpotQA (distractor and fullwiki) and 2WikiMultihopQA; without `context` it brings no paragraphs."""
 
-    context: Context
     supporting_facts: Annotated[list[tuple[str, Any]], _pairs("title", "sent_id")]
 
     @override
@@ -160,10 +161,9 @@ class Popqa(Questions, Evidence):
 
 
 class Musique(Popqa):
-    """MuSiQue-Ans; it scores the best over the answer and its aliases."""
+    """MuSiQue-Ans."""
 
     id: str
-    answer_aliases: Annotated[list[Text] | None, BeforeValidator(_listed)] = None
 
     @override
     def kind(self) -> str:
@@ -204,7 +204,7 @@ def _record(key: str, row: Row, layout: type[Questions], number: str) -> Record:
     return Record(
         id=name or number,
         question=fields.question,
-        answers=tuple(dict.fromkeys([*fields.answers, *(getattr(fields, "answer_aliases", None) or ())])),
+        answers=tuple(dict.fromkeys([*fields.answers, *(fields.answer_aliases or ())])),
         titles=tuple(dict.fromkeys(fields.titles())),
         kind=fields.kind(),
         paragraphs=tuple(fields.passages()) if isinstance(fields, Evidence) else (),
