@@ -138,6 +138,10 @@ def test_bad_records_name_file_and_record_and_nothing_becomes_the_text_none(tmp_
         ("a.txt", b"q\t['a']\nno tab\n", "a.txt line 2: expected a question, a tab and a list of answers"),
         ("a.txt", b"q\t['a']\nq\t[oops\n", "a.txt line 2: expected a question, a tab and a list of answers"),
         ("a.txt", b"q\t['a']\nq\t__import__('os')\n", "a.txt line 2: expected a question, a tab and a list of"),
+        # else the cell would take the records after it
+        ("a.tsv", b'question\tanswer\nq\ta\nr\t"Heroes\ns\tb\n', "a.tsv line 3: unexpected end of data; a cell that"),
+        ("a.csv", b'question,answer\nq,"Heroes\nr,"b"\n', "a.csv line 2: ',' expected after '\"'; a cell that begins"),
+        ("a.txt", b"q\t['a']\n\"Who\" is it?\t['b']\n", "a.txt line 2: '\t' expected after '\"'; a cell that"),
         ("a.xls", b"x", "has another format; expected .json, .jsonl, .csv, .tsv, .parquet, .arrow, .txt"),
     ],
 )

@@ -260,8 +260,6 @@ class Source:
             raise NoRecords(f"{self.key}: {error}") from None
         except ValueError as error:
             raise DataError(f"{self.key}: {error}") from None
-        except csv.Error as error:
-            raise DataError(f"{self.key}: {path}: {error}") from None
 
     def _hub(self, split: str) -> Iterator[Row]:
         from datasets import load_dataset
@@ -350,34 +348,44 @@ def _parsed(text: str, where: str) -> object:
     return json.loads(text)
 
 
-def _table(path: Path, delimiter: str) -> Iterator[Row]:
+def _cells(path: Path, delimiter: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield the cells of each record, with the place where it ends."""
     with path.open(encoding="utf-8-sig", newline="") as lines:
-        reader = csv.reader(lines, delimiter=delimiter)
-        header = next(reader, [])
-        _refuse_repeated(header, f"{path} line 1")
-        for cells in reader:
-            if not cells:
-                continue
-            # `csv.DictReader` fills missing cells with None and hides the line.
-            if len(cells) != len(header):
-                raise ValueError(
-                    f"{path} line {reader.line_num}: got {len(cells)} cells, "
-                    f"the header has {len(header)} ({', '.join(header)})"
-                )
-            yield Row(f"{path} line {reader.line_num}", dict(zip(header, cells, strict=True)))
+        # Strict: else a quote that is not closed takes the records after it into its cell.
+        reader = csv.reader(lines, delimiter=delimiter, strict=True)
+        end = 0
+        try:
+            for cells in reader:
+                end = reader.line_num
+                yield f"{path} line {end}", cells
+        except csv.Error as error:
+            raise ValueError(
+                f"{path} line {end + 1}: {error}; a cell that begins with a quote ends with one, and has those inside "
+                'doubled ("")'
+            ) from None
+
+
+def _table(path: Path, delimiter: str) -> Iterator[Row]:
+    records = _cells(path, delimiter)
+    where, header = next(records, ("", []))
+    _refuse_repeated(header, where)
+    for where, cells in records:
+        if not cells:
+            continue
+        # `csv.DictReader` fills missing cells with None and hides the line.
+        if len(cells) != len(header):
+            raise ValueError(f"{where}: got {len(cells)} cells, the header has {len(header)} ({', '.join(header)})")
+        yield Row(where, dict(zip(header, cells, strict=True)))
 
 
 def _topics(path: Path) -> Iterator[Row]:
     """Read topics of DPR and Anserini: question, tab, a Python list of answers; no header."""
-    with path.open(encoding="utf-8-sig", newline="") as lines:
-        reader = csv.reader(lines, delimiter="\t")
-        for cells in reader:
-            where = f"{path} line {reader.line_num}"
-            try:
-                question, answers = cells
-                yield Row(where, {"question": question, "answer": ast.literal_eval(answers)})
-            except (ValueError, SyntaxError, MemoryError, RecursionError):
-                raise ValueError(f"{where}: expected a question, a tab and a list of answers") from None
+    for where, cells in _cells(path, "\t"):
+        try:
+            question, answers = cells
+            yield Row(where, {"question": question, "answer": ast.literal_eval(answers)})
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            raise ValueError(f"{where}: expected a question, a tab and a list of answers") from None
 
 
 def _refuse_repeated(names: Iterable[str], where: str) -> None:
