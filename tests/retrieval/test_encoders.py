@@ -90,6 +90,21 @@ def test_models_of_known_families_have_their_preset(options, name, expected):
     assert treatment_of(dense(name, **options), name) == PRESETS.get(expected, Treatment(encoder="own"))
 
 
+def test_a_folder_is_kept_as_every_other_folder_reads_it(own, tmp_path, monkeypatch):
+    (tmp_path / "e5-base-v2").symlink_to(own)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for typed in ("~/e5-base-v2", "e5-base-v2", "./e5-base-v2"):
+        settings = spec_of(dense(typed)).settings
+        assert settings["model"] == str(tmp_path / "e5-base-v2") and settings["encoder"] == "e5"
+    assert spec_of(dense("intfloat/e5-base-v2")).settings["model"] == "intfloat/e5-base-v2"
+    build_index(tmp_path / "index", spec_of(dense("~/e5-base-v2")), lambda: DOCUMENTS[:20])
+    monkeypatch.chdir("/")
+    info = read_info(tmp_path / "index")
+    assert index_problems("index", info) == []
+    assert open_index(tmp_path / "index", info, PassageStore(tmp_path / "index")).search(["river"], [1])[0]
+
+
 def test_what_cannot_be_searched_by_inner_product_is_refused_by_name(model, own, tmp_path):
     euclidean = saved(model, tmp_path / "euclidean", similarity_fn_name="euclidean")
     broken = tmp_path / "broken"
