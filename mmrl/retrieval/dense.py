@@ -7,6 +7,7 @@ Vectors are encoded in shards that survive a kill, and searched through a memory
 
 from __future__ import annotations
 
+import hashlib
 import io
 import re
 import threading
@@ -23,7 +24,7 @@ from mmrl.config.retriever import DenseConfig
 from mmrl.errors import DataError
 from mmrl.retrieval.base import Document, Retriever
 from mmrl.system.bar import progress
-from mmrl.system.files import atomic_write
+from mmrl.system.files import atomic_write, user_path
 
 if TYPE_CHECKING:
     import faiss
@@ -222,18 +223,55 @@ def build(folder: Path, documents: Sequence[Document], encoder: Encoder, form: s
 
 
 def _encode_shards(folder: Path, documents: Sequence[Document], encoder: Encoder) -> list[Path]:
-    """Encode all shards and return their files, in corpus order; those of an earlier attempt are reused."""
+    """Encode all shards and return their files, in corpus order.
+
+    Those of an earlier attempt are reused where they are of the same passages and the same weights.
+    """
     folder.mkdir(exist_ok=True)
     files = []
+    # A hub id's commit is known once its files are here.
+    if not user_path(encoder.model).is_dir():
+        encoder.load()
+    identity = model_identity(encoder.model)
     with progress("encoding", len(documents)) as advance:
         for start in range(0, len(documents), SHARD):
             file = folder / f"shard-{start // SHARD:05d}.npz"
             part = [documents[number] for number in range(start, min(start + SHARD, len(documents)))]
-            if not file.is_file():
-                content = io.BytesIO()
-                np.savez(content, vectors=encoder.passages(part, advance))
-                atomic_write(file, content.getvalue())
-            else:
+            origin = _origin(part, identity)
+            if file.is_file() and str(np.load(file)["origin"]) == origin:
                 advance(len(part))
+            else:
+                content = io.BytesIO()
+                np.savez(content, vectors=encoder.passages(part, advance), origin=origin)
+                atomic_write(file, content.getvalue())
             files.append(file)
     return files
+
+
+def _origin(documents: Sequence[Document], identity: str) -> str:
+    """Return a text that changes with what the vectors of a shard are made of."""
+    state = hashlib.blake2b(identity.encode(), digest_size=16)
+    for document in documents:
+        state.update(f"\x1e{document.title}\x1f{document.text}".encode("utf-8", "surrogatepass"))
+    return state.hexdigest()
+
+
+def model_identity(model: str) -> str:
+    """Return a text that changes with the weights behind a model's name: hash of a folder's files, or a revision."""
+    folder = user_path(model)
+    if not folder.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        # The folder of a cached file is named by the commit that the hub's `main` was at.
+        file = try_to_load_from_cache(model, "config.json")
+        return f"{model}@{Path(file).parent.name if isinstance(file, str) else 'main'}"
+    state = hashlib.blake2b(digest_size=16)
+    # The first and last megabyte of each file: weights are gigabytes, and training changes those at the ends too.
+    for path in sorted(f for f in folder.rglob("*") if f.is_file()):
+        stat = path.stat()
+        state.update(f"{path.relative_to(folder)} {stat.st_size} ".encode())
+        with path.open("rb") as content:
+            state.update(content.read(2**20))
+            content.seek(max(0, stat.st_size - 2**20))
+            state.update(content.read())
+    return state.hexdigest()

@@ -190,7 +190,7 @@ def _finish(
         **asdict(corpus),
         sources=list(sources),
         build_seconds=round(seconds, 3),
-        encoder=model_identity(spec.settings["model"]) if "model" in spec.settings else "",
+        encoder=dense.model_identity(spec.settings["model"]) if "model" in spec.settings else "",
         files={
             str(file.relative_to(work)): (size, file_digest(file) if size <= CHECKED_BYTES else None)
             for file, size in sizes.items()
@@ -249,7 +249,7 @@ def cached_index(documents: Sequence[Document], config: RetrieverConfig, cache: 
     spec = spec_of(config)
     state = hashlib.blake2b(json.dumps([FORMAT, spec.kind, dict(spec.settings)]).encode(), digest_size=16)
     if model := spec.settings.get("model"):
-        state.update(model_identity(model).encode())
+        state.update(dense.model_identity(model).encode())
     for document in documents:
         state.update(f"\x1e{document.id}\x1f{document.title}\x1f{document.text}".encode("utf-8", "surrogatepass"))
     folder = cache / "index" / f"{spec.kind}-{state.hexdigest()}"
@@ -273,24 +273,3 @@ def _is_whole(folder: Path) -> bool:
             log.warning("cached index is rebuilt (%s)", error)
         return False
     return True
-
-
-def model_identity(model: str) -> str:
-    """Return a text that changes with the weights behind a model's name: hash of a folder's files, or a revision."""
-    folder = user_path(model)
-    if not folder.is_dir():
-        from huggingface_hub import try_to_load_from_cache
-
-        # The folder of a cached file is named by the commit that the hub's `main` was at.
-        file = try_to_load_from_cache(model, "config.json")
-        return f"{model}@{Path(file).parent.name if isinstance(file, str) else 'main'}"
-    state = hashlib.blake2b(digest_size=16)
-    # The first and last megabyte of each file: weights are gigabytes, and training changes those at the ends too.
-    for path in sorted(f for f in folder.rglob("*") if f.is_file()):
-        stat = path.stat()
-        state.update(f"{path.relative_to(folder)} {stat.st_size} ".encode())
-        with path.open("rb") as content:
-            state.update(content.read(2**20))
-            content.seek(max(0, stat.st_size - 2**20))
-            state.update(content.read())
-    return state.hexdigest()

@@ -15,7 +15,8 @@ from mmrl.errors import ConfigError, DataError, RetrievalFailure
 from mmrl.models.hub import encoder_problems
 from mmrl.retrieval.base import Document, Retriever
 from mmrl.retrieval.bm25 import Bm25Retriever, Bm25Settings
-from mmrl.retrieval.index_folder import IndexInfo, cached_index, model_identity, open_index, read_info, spec_of
+from mmrl.retrieval.dense import model_identity
+from mmrl.retrieval.index_folder import IndexInfo, cached_index, open_index, read_info, spec_of
 from mmrl.retrieval.remote import RemoteRetriever
 from mmrl.retrieval.store import PassageStore
 from mmrl.secrets import token_of

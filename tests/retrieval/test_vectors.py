@@ -1,10 +1,12 @@
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,10 @@ from mmrl.config.retriever import Bm25Config, DenseConfig
 from mmrl.config.tasks import MultihopQaConfig
 from mmrl.errors import ConfigError, DataError
 from mmrl.retrieval import dense
-from mmrl.retrieval.dense import DenseRetriever, Encoder
+from mmrl.retrieval.dense import DenseRetriever, Encoder, model_identity
 from mmrl.retrieval.index_folder import (
     build_index,
     cached_index,
-    model_identity,
     open_index,
     partial_of,
     read_info,
@@ -30,6 +31,12 @@ from mmrl.tasks import TASKS
 from tests.helpers.engines import DOCUMENTS, QUERIES, by_hand
 
 pytest.importorskip("faiss")
+
+
+@pytest.fixture
+def own_copy(model, tmp_path):
+    """The encoder in a folder that a test may change."""
+    return str(shutil.copytree(model, tmp_path / "encoder"))
 
 
 def dense_spec(model, encoder="contriever", faiss="flat"):
@@ -102,6 +109,38 @@ def test_a_killed_build_goes_on_where_it_was(model, tmp_path, monkeypatch):
     fresh_info = build_index(fresh, dense_spec(model), lambda: DOCUMENTS)
     assert info.files == fresh_info.files
     assert not partial_of(folder).exists() and not (folder / "shards").exists()
+
+
+def test_vectors_of_other_passages_or_another_encoder_are_made_again(own_copy, tmp_path, monkeypatch):
+    monkeypatch.setattr(dense, "SHARD", 20)
+    folder, encoded = tmp_path / "index", []
+    whole, others = Encoder.passages, list(DOCUMENTS)
+    others[25] = replace(others[25], text="other text")
+
+    def dying(self, documents, advance):
+        encoded.append(documents[0].id)
+        if len(encoded) == 4:
+            raise KeyboardInterrupt
+        return whole(self, documents, advance)
+
+    monkeypatch.setattr(Encoder, "passages", dying)
+
+    def attempt(documents):
+        encoded.clear()
+        build_index(folder, dense_spec(own_copy), lambda: documents)
+
+    first = [DOCUMENTS[n].id for n in (0, 20, 40, 60, 80)]
+    with pytest.raises(KeyboardInterrupt):
+        attempt(DOCUMENTS)
+    with pytest.raises(KeyboardInterrupt):
+        (Path(own_copy) / "more.json").write_text("{}")  # as other weights would
+        attempt(DOCUMENTS)
+    assert encoded == first[:4], "all three again"
+    attempt(others)
+    assert encoded == [first[1], *first[3:]]
+    monkeypatch.setattr(Encoder, "passages", whole)
+    build_index(tmp_path / "fresh", dense_spec(own_copy), lambda: others)
+    assert read_info(folder).files == read_info(tmp_path / "fresh").files
 
 
 def test_a_build_killed_by_the_system_continues(model, tmp_path):
