@@ -40,6 +40,9 @@ FAISS_FILE = "vectors.faiss"
 PIECE = 4
 """Batches after which progress is reported."""
 
+UNKNOWN = "main"
+"""Stands for the commit of a hub id of which nothing is on this machine."""
+
 Advance = Callable[[int], object]
 """Called with how many further passages are encoded."""
 
@@ -87,10 +90,20 @@ class Encoder:
         treatment: of texts, by sentence-transformers' `encode_query` and `encode_document`.
         device: `cpu` or `cuda`.
         batch_size: texts encoded at once.
+        revision: commit of a hub id; None: the newest.
     """
 
-    def __init__(self, model: str, treatment: Treatment, *, device: str = "cpu", batch_size: int = 32):
+    def __init__(
+        self,
+        model: str,
+        treatment: Treatment,
+        *,
+        device: str = "cpu",
+        batch_size: int = 32,
+        revision: str | None = None,
+    ):
         self.model, self.treatment, self.device, self.batch_size = model, treatment, device, batch_size
+        self.revision = revision
         self._lock = threading.Lock()
 
     @cached_property
@@ -100,7 +113,9 @@ class Encoder:
 
         try:
             # Of a model whose files say nothing, such as contriever, it takes the mean of the last hidden states.
-            encoder = SentenceTransformer(self.model, device=self.device, trust_remote_code=False)
+            encoder = SentenceTransformer(
+                self.model, device=self.device, trust_remote_code=False, revision=self.revision
+            )
         except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
             raise DataError(f"encoder '{self.model}': cannot be loaded by sentence-transformers: {error}") from None
         if encoder.similarity_fn_name not in (None, "cosine", "dot"):
@@ -256,6 +271,12 @@ def _origin(documents: Sequence[Document], identity: str) -> str:
     return state.hexdigest()
 
 
+def commit_in(identity: str) -> str | None:
+    """Return the commit of a hub id in its `model_identity`; None where it is not known, and of a folder."""
+    commit = identity.rpartition("@")[2] if "@" in identity else UNKNOWN
+    return None if commit == UNKNOWN else commit
+
+
 def model_identity(model: str) -> str:
     """Return a text that changes with the weights behind a model's name: hash of a folder's files, or a revision."""
     folder = user_path(model)
@@ -264,7 +285,7 @@ def model_identity(model: str) -> str:
 
         # The folder of a cached file is named by the commit that the hub's `main` was at.
         file = try_to_load_from_cache(model, "config.json")
-        return f"{model}@{Path(file).parent.name if isinstance(file, str) else 'main'}"
+        return f"{model}@{Path(file).parent.name if isinstance(file, str) else UNKNOWN}"
     state = hashlib.blake2b(digest_size=16)
     # The first and last megabyte of each file: weights are gigabytes, and training changes those at the ends too.
     for path in sorted(f for f in folder.rglob("*") if f.is_file()):

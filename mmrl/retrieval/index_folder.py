@@ -80,9 +80,9 @@ def spec_of(config: RetrieverConfig) -> IndexSpec:
     return IndexSpec(kind=config.name, settings=settings)
 
 
-def _encoder(settings: Settings, device: str, batch_size: int) -> dense.Encoder:
+def _encoder(settings: Settings, device: str, batch_size: int, revision: str | None = None) -> dense.Encoder:
     treatment = dense.Treatment(**{key: settings[key] for key in dense.Treatment.__dataclass_fields__})
-    return dense.Encoder(settings["model"], treatment, device=device, batch_size=batch_size)
+    return dense.Encoder(settings["model"], treatment, device=device, batch_size=batch_size, revision=revision)
 
 
 def read_info(folder: Path, key: str = "task.retriever.index") -> IndexInfo:
@@ -237,7 +237,9 @@ def open_index(
     settings = info.settings
     if info.kind == "bm25":
         return bm25.Bm25Retriever(passages, bm25.Bm25Settings(**settings), built=folder / "bm25")
-    return dense.DenseRetriever(folder, passages, _encoder(settings, device, batch_size))
+    # On a machine that has nothing of the encoder yet, the hub's newest may be another than that of the index.
+    encoder = _encoder(settings, device, batch_size, dense.commit_in(info.encoder))
+    return dense.DenseRetriever(folder, passages, encoder)
 
 
 def cached_index(documents: Sequence[Document], config: RetrieverConfig, cache: Path) -> Path:

@@ -15,7 +15,7 @@ from mmrl.errors import ConfigError, DataError, RetrievalFailure
 from mmrl.models.hub import encoder_problems
 from mmrl.retrieval.base import Document, Retriever
 from mmrl.retrieval.bm25 import Bm25Retriever, Bm25Settings
-from mmrl.retrieval.dense import model_identity
+from mmrl.retrieval.dense import UNKNOWN, model_identity
 from mmrl.retrieval.index_folder import IndexInfo, cached_index, open_index, read_info, spec_of
 from mmrl.retrieval.remote import RemoteRetriever
 from mmrl.retrieval.store import PassageStore
@@ -76,7 +76,9 @@ def index_problems(key: str, info: IndexInfo) -> list[str]:
     model = str(info.settings["model"])
     if problems := encoder_problems(f"{key}: its encoder", model):
         return problems
-    if info.encoder == model_identity(model):
+    now = model_identity(model)
+    # Where nothing of it is here yet, it is fetched as it was.
+    if now == info.encoder or f"{model}@{UNKNOWN}" in (now, info.encoder):
         return []
     return [f"{key}: its encoder '{model}' has changed since it was made; build it again with `mmrl index build`"]
 

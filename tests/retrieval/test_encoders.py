@@ -1,13 +1,14 @@
 """How texts become vectors: presets by their papers, other encoders as sentence-transformers itself encodes."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 
 from mmrl.config.retriever import DenseConfig
 from mmrl.errors import DataError
 from mmrl.retrieval.dense import PRESETS, Encoder, Treatment, treatment_of
-from mmrl.retrieval.index_folder import build_index, open_index, read_info, spec_of
+from mmrl.retrieval.index_folder import IndexInfo, build_index, open_index, read_info, spec_of
 from mmrl.retrieval.select import index_problems
 from mmrl.retrieval.store import PassageStore
 from tests.helpers.engines import DOCUMENTS, QUERIES, by_hand
@@ -103,6 +104,29 @@ def test_a_folder_is_kept_as_every_other_folder_reads_it(own, tmp_path, monkeypa
     info = read_info(tmp_path / "index")
     assert index_problems("index", info) == []
     assert open_index(tmp_path / "index", info, PassageStore(tmp_path / "index")).search(["river"], [1])[0]
+
+
+def test_an_index_of_a_hub_encoder_opens_where_nothing_of_it_was_fetched(monkeypatch, tmp_path):
+    """`cached`: what the hub's local cache has of the encoder, by commit."""
+    at = "owner/enc@0a1b"
+    monkeypatch.setattr("mmrl.models.hub.hub_answers", lambda: True)
+    info = IndexInfo(
+        kind="dense", settings=spec_of(dense("owner/enc")).settings, format=4, documents=1, duplicates=0, text_bytes=1,
+        digest="", sources=(), build_seconds=0.0, encoder=at,
+    )  # fmt: skip
+    for cached, made, problems in (
+        (None, at, 0), ("0a1b", at, 0), ("0a1b", "owner/enc@main", 0), ("2c3d", at, 1), ("0a1b", "hash of a folder", 1),
+    ):  # fmt: skip
+        monkeypatch.setattr(
+            "huggingface_hub.try_to_load_from_cache",
+            lambda model, name, cached=cached: cached and f"/hub/{model}/snapshots/{cached}/{name}",
+        )
+        assert len(index_problems("index", replace(info, encoder=made))) == problems
+    asked = []
+    monkeypatch.setattr("mmrl.retrieval.dense.DenseRetriever", lambda folder, passages, encoder: asked.append(encoder))
+    open_index(tmp_path, info, ())
+    open_index(tmp_path, replace(info, encoder="owner/enc@main"), ())
+    assert [encoder.revision for encoder in asked] == ["0a1b", None]
 
 
 def test_what_cannot_be_searched_by_inner_product_is_refused_by_name(model, own, tmp_path):
