@@ -176,6 +176,8 @@ def test_recall_and_the_strict_score():
     same = score(task, ["Will & Grace | x", "Cafe\u0301 | y"], titles=["Will &amp; Grace", "Caf\u00e9"])
     assert same.metrics["recall"] == 1.0, "as copies of Wikipedia write them"
     assert score(task, ["B | x"], titles=["B", "The B"]).metrics["all_titles"] == 1.0, "two names of one page"
+    barred = score(task, ["A | B | text"], titles=["A | B"])
+    assert barred.metrics["recall"] == 1.0, "also in gold titles"
     late = [f"C{n} | x" for n in range(100)] + ["A | x"]
     assert score(task, late).metrics["recall"] == 0.0, "only the first 100 count"
 
