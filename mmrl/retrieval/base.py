@@ -62,6 +62,15 @@ def unquoted(title: str) -> str:
     return title[1:-1] if len(title) > 1 and title[0] == title[-1] == '"' else title
 
 
+def title_and_text(contents: str) -> tuple[str, str]:
+    """Return the title in the first line of a passage's `contents`, and the text; of one line, which is text, no title.
+
+    Search-R1's wiki-18 has titles, Pyserini's plain JSON has none.
+    """
+    title, line_end, text = contents.partition("\n")
+    return (unquoted(title), text) if line_end else ("", contents)
+
+
 def whole_text(text: str) -> str:
     """Replace each lone UTF-16 surrogate in `text` by U+FFFD: no tokenizer and no file takes those."""
     try:

@@ -15,7 +15,7 @@ from typing import Annotated, TypeVar
 from pydantic import BaseModel, BeforeValidator, Field, StrictBool, StrictStr, ValidationError
 
 from mmrl.config.base import reasons
-from mmrl.retrieval.base import Document, unquoted, whole_text
+from mmrl.retrieval.base import Document, title_and_text, whole_text
 from mmrl.system.replies import quoted
 
 T = TypeVar("T")
@@ -100,8 +100,7 @@ def _search_r1_document(item: Mapping[str, object]) -> Document:
     fields = _checked(item["document"], dict, "an object", "document: ") if scored else item
     title, text = fields.get("title"), fields.get("text")
     if not isinstance(text, str) or not isinstance(title, str):
-        title, _, text = _checked(fields["contents"], str, "text", "contents: ").partition("\n")
-        title = unquoted(title)
+        title, text = title_and_text(_checked(fields["contents"], str, "text", "contents: "))
     return _document(fields.get("id"), title, text, item.get("score", 0.0) if scored else 0.0)
 
 

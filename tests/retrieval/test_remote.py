@@ -56,6 +56,8 @@ def test_replies_in_the_forms_of_other_servers_are_read():
     assert read_search_r1_reply(wiki18, 1) == [[Document(id="7", title="Ada", text="of\nPorto", score=2.0)]]
     bare = read_search_r1_reply({"result": [[{"contents": "Ada\nof Porto"}], []]}, 2)
     assert [[(d.title, d.text, d.score) for d in result] for result in bare] == [[("Ada", "of Porto", 0.0)], []]
+    plain = read_search_r1_reply({"result": [[{"contents": "Ada of Porto"}]]}, 1)
+    assert [(d.title, d.text) for d in plain[0]] == [("", "Ada of Porto")]
     colbert = read_dspy_reply({"topk": [{"text": "Ada | of | Porto", "pid": 3, "rank": 1, "score": 9.5, "prob": 0.4}]})
     assert colbert == [Document(id="3", title="Ada", text="of | Porto", score=9.5)]
     with pytest.raises(ValueError, match="the server says: no index"):

@@ -7,6 +7,7 @@ import pytest
 from mmrl.cli import main
 from mmrl.config import DataConfig
 from mmrl.errors import DataError
+from mmrl.retrieval.bm25 import Bm25Retriever
 from mmrl.retrieval.store import PassageStore, write_passages
 from mmrl.tasks.data.corpus import Corpus, load_corpus
 from mmrl.tasks.mini.teach import demonstrations
@@ -145,6 +146,13 @@ def test_search_r1s_passages_have_their_title_in_the_first_line(tmp_path):
     path = saved(tmp_path / "wiki18.jsonl", [{"id": "7", "contents": '"Ada"\nof\nPorto'}])
     (document,) = load_corpus("task.corpus", str(path))
     assert (document.id, document.title, document.text) == ("7", "Ada", "of\nPorto")
+
+
+def test_pyserinis_passages_without_a_title_are_text(tmp_path):
+    rows = [{"id": "7", "contents": "Ada of Porto"}, {"id": "8", "contents": "Tagus\n"}]
+    found = load_corpus("task.corpus", saved(tmp_path / "plain.jsonl", rows))
+    assert [(d.id, d.title, d.text) for d in found] == [("7", "", "Ada of Porto"), ("8", "Tagus", "")]
+    assert [d.id for d in Bm25Retriever(found).search(["porto"], [2])[0]] == ["7"]
 
 
 def test_files_without_passages_stand_on_lines_of_their_own(tmp_path, monkeypatch, capsys):

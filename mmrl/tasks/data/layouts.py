@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from mmrl import rng
 from mmrl.records import Example
-from mmrl.retrieval.base import Document, unquoted
+from mmrl.retrieval.base import Document, title_and_text
 from mmrl.tasks.data.rows import Row, Source, Text, check_unique, read_as, record_id
 
 Paragraph = tuple[str, str]
@@ -236,7 +236,7 @@ class Passage(BaseModel):
 
 
 def passage(source: Source, row: Row, number: int) -> Document:
-    """Read a passage: `title` and `text` (or sentences), `[title, text]`, or `contents` with the title as first line.
+    """Read a passage: `title` and `text` (or sentences), `[title, text]`, or `contents` with a title in its first line.
 
     Raises:
         DataError: another shape.
@@ -245,9 +245,9 @@ def passage(source: Source, row: Row, number: int) -> Document:
     if isinstance(values, list) and len(values) == 2:  # HotpotQA's paragraphs
         values = dict(zip(("title", "text"), values, strict=True))
     if isinstance(values, Mapping):
-        if "text" not in values and isinstance(values.get("contents"), str):  # as in Search-R1's wiki-18
-            title, _, text = values["contents"].partition("\n")
-            values = {"id": values.get("id"), "title": unquoted(title), "text": text}
+        if "text" not in values and isinstance(values.get("contents"), str):
+            title, text = title_and_text(values["contents"])
+            values = {"id": values.get("id"), "title": title, "text": text}
         sentences = values.get("text")
         if isinstance(sentences, list) and all(isinstance(sentence, str) for sentence in sentences):
             values = {**values, "text": "".join(sentences)}
