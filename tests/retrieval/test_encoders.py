@@ -2,6 +2,7 @@
 
 import shutil
 from dataclasses import replace
+from typing import cast
 
 import pytest
 
@@ -122,10 +123,10 @@ def test_an_index_of_a_hub_encoder_opens_where_nothing_of_it_was_fetched(monkeyp
             lambda model, name, cached=cached: cached and f"/hub/{model}/snapshots/{cached}/{name}",
         )
         assert len(index_problems("index", replace(info, encoder=made))) == problems
-    asked = []
+    asked, passages = [], cast("PassageStore", ())
     monkeypatch.setattr("mmrl.retrieval.dense.DenseRetriever", lambda folder, passages, encoder: asked.append(encoder))
-    open_index(tmp_path, info, ())
-    open_index(tmp_path, replace(info, encoder="owner/enc@main"), ())
+    open_index(tmp_path, info, passages)
+    open_index(tmp_path, replace(info, encoder="owner/enc@main"), passages)
     assert [encoder.revision for encoder in asked] == ["0a1b", None]
 
 

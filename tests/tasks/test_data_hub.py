@@ -74,7 +74,9 @@ def test_columns_of_the_hub_data_sets_through_local_parquet(here, name, split, l
 def test_triviaqas_own_answers_are_right_though_its_script_put_spaces_for_punctuation(here, punctuation):
     row = TRIVIA | {"answer": {"value": "L.H.O.", "aliases": ["L.H.O."], "normalized_aliases": ["l h o"]}}
     data = DataConfig(dev=saved(here / "t.parquet", [row]))
-    task = TASKS["qa_direct"](default_config("qa_direct", dataset="triviaqa", data=data, punctuation=punctuation), 0)
+    task: Any = TASKS["qa_direct"](
+        default_config("qa_direct", dataset="triviaqa", data=data, punctuation=punctuation), 0
+    )
     (example,) = task.examples("dev")
     assert [task.answer_metrics(said, example)["em"] for said in ("L.H.O.", "l h o", "L. H. O.", "H.O.")] == [
         1,
