@@ -25,6 +25,7 @@ from mmrl.models.prepare import (
     choose_attention,
     computed_back,
     keep_still,
+    make_savable,
     quantised_by,
     refuse_config,
     switch_noise_off,
@@ -110,6 +111,7 @@ def load_model(model: ModelConfig, device: str | torch.device) -> PreTrainedMode
     if problem := judge(result[1], loaded)[0]:
         raise ConfigError(f"model.path: {_cannot(model, 'weights')}: {problem}")
     keep_still(loaded)
+    make_savable(loaded.generation_config)
     if plain:  # by their own conversion, which knows of no other type
         loaded.to(dtype)  # type: ignore[arg-type]  # see below
     loaded.to(torch.device(device))  # type: ignore[arg-type]  # transformers wraps `to` without its signature
@@ -201,11 +203,14 @@ def load_configs(model: ModelConfig) -> tuple[PreTrainedConfig, GenerationConfig
 
     config = _loaded(model, "config", AutoConfig)
     source, revision = local_path(model.path), model.revision or "main"
-    try:
-        return config, GenerationConfig.from_pretrained(source, revision=revision, local_files_only=_offline(source))
-    except OSError:
-        # Not every model has one: sampling then follows the config of the run alone.
-        return config, None
+    with _refusing(model, "generation config"):
+        try:
+            generation = GenerationConfig.from_pretrained(source, revision=revision, local_files_only=_offline(source))
+        except OSError:
+            # Not every model has one: sampling then follows the config of the run alone.
+            return config, None
+    make_savable(generation)
+    return config, generation
 
 
 # A list, not a guess from the config: a model whose layers mix tokens in any other way (a window, a convolution, a

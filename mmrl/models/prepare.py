@@ -13,7 +13,7 @@ from mmrl.config import ModelConfig
 from mmrl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 NOISE = re.compile("drop|jitter|noise")
 """In the name of a number of a config: noise of the forwards in training."""
@@ -111,6 +111,29 @@ def keep_still(model: PreTrainedModel) -> None:
         elif any(hasattr(module, name) for _, name in READ_ALWAYS):
             # It draws experts at random in training: in evaluation mode it takes the likeliest, as the sampler does.
             module.register_forward_pre_hook(lambda router, _: router.eval() and None)
+
+
+def make_savable(generation: GenerationConfig) -> None:
+    """Change what transformers loads of a generation config and refuses to save, as a temperature without `do_sample`.
+
+    mmrl samples by the config of the run, and reads the ends of a turn alone.
+    """
+    found = _unsavable(generation)
+    if found and generation.do_sample is None:
+        generation.do_sample = True
+        if _unsavable(generation) == found:  # none of them is of sampling
+            generation.do_sample = None
+    for name in _unsavable(generation):
+        setattr(generation, name, None)
+
+
+def _unsavable(generation: GenerationConfig) -> list[str]:
+    """Return the names of the values that a generation config is not saved with."""
+    try:
+        generation.validate(strict=True)
+    except ValueError as error:  # a line for each
+        return re.findall(r"^- `(\w+)`: ", str(error), re.MULTILINE)
+    return []
 
 
 def _cap(config: PreTrainedConfig) -> str | None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -24,7 +28,8 @@ from transformers import (
 
 from mmrl.config import ModelConfig
 from mmrl.errors import ConfigError
-from mmrl.models.load import load_model, skeleton, unknown_layers
+from mmrl.models.load import TINY, load_model, skeleton, unknown_layers
+from mmrl.models.save import write_merged
 from tests.models.test_loading import SIZES, make
 
 IDS = torch.arange(3, 39).reshape(2, 18)
@@ -126,3 +131,31 @@ def test_flash_attention_computes_in_16_bits_alone(tmp_path: Path, monkeypatch: 
     model: ModelConfig = make(tmp_path).model_copy(update={"attention": "flash_attention_2"})
     with pytest.raises(ConfigError, match=r"model\.attention: .*16 bits alone, and model\.dtype=float32"):
         load_model(model, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("given", "saved"),
+    [
+        ({"temperature": 0.6, "top_p": 0.9}, {"temperature": 0.6, "top_p": 0.9, "do_sample": True}),
+        ({"temperature": 0.6, "do_sample": False}, {"do_sample": False}),
+        ({"early_stopping": True, "output_scores": True}, {}),
+        ({"pad_token_id": -1, "top_k": 4}, {"do_sample": True, "top_k": 4}),
+    ],
+)
+def test_a_generation_config_that_transformers_does_not_save_is_made_one(
+    given: dict[str, Any], saved: dict[str, Any], tmp_path: Path
+) -> None:
+    """A run would end at its first checkpoint, and a merge at its end."""
+    base = shutil.copytree(TINY, tmp_path / "base")
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [2], **given}))
+    model = ModelConfig(name="x", path=str(base), dtype="float32")
+    loaded = load_model(model, "cpu")
+    loaded.save_pretrained(tmp_path / "checkpoint")
+    wrapped: Any = get_peft_model(loaded, LoraConfig(r=2, target_modules=["q_proj"]))
+    wrapped.save_pretrained(tmp_path / "adapter")
+    write_merged(str(base), tmp_path / "adapter", model, tmp_path / "merged")
+    for folder in ("checkpoint", "merged"):
+        written = json.loads((tmp_path / folder / "generation_config.json").read_text())
+        names = {"temperature", "top_p", "top_k", "do_sample", "early_stopping", "output_scores", "pad_token_id"}
+        assert {name: value for name, value in written.items() if name in names} == saved
+        assert written["eos_token_id"] == [2]
