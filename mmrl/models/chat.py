@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 _Turn = tuple[str, str, str]
 """Role, content, and as JSON what else a message has: the tool calls of a reply, the id that a result belongs to."""
 
-_THOUGHTS = ("<think>", "</think>")
+CLOSED_THOUGHTS = "</think>"
+_THOUGHTS = ("<think>", CLOSED_THOUGHTS)
 RECENT = 1024
 """Prompts whose ids are remembered: those of a step; 40 kB each at a thousand tokens."""
 
@@ -89,6 +90,12 @@ def end_of_prompt(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     prompts = [render_prompt(tokenizer, [{"role": "user", "content": text}]) for text in ("a", "1 b.", "?")]
     ends = zip(*map(reversed, prompts), strict=False)
     return tuple(ids[0] for ids in takewhile(lambda ids: len(set(ids)) == 1, ends))[::-1]
+
+
+def opens_thoughts(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return True if every prompt ends inside of thoughts, which the reply has to end with `CLOSED_THOUGHTS`."""
+    end = str(tokenizer.decode(list(end_of_prompt(tokenizer))))
+    return end.rfind(_THOUGHTS[0]) > end.rfind(CLOSED_THOUGHTS)
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int:

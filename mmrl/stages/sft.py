@@ -1,8 +1,8 @@
 """The supervised stage: demonstrations, a user's file or the policy's own best rollouts -> updates -> a checkpoint.
 
 A supervised step is the trainer's objective with advantage 1 and ratio 1. A demonstration is rendered to exactly the
-ids that a rollout would send (`mmrl.models.chat.render_prompt`), followed by its completion and the end-of-turn token;
-only these last two are trained.
+ids that a rollout would send (`mmrl.models.chat.render_prompt`), followed by its completion, as the chat template
+writes a reply, and the end-of-turn token; only these last two are trained.
 
 Its rollouts are mmrl's own, and what is trained of them are the sampled token ids. They are written to the journal
 before anything is trained, so that a stage that was killed samples none of them again.
@@ -24,7 +24,17 @@ from mmrl.config import SftRunConfig
 from mmrl.credit.entries import Entry
 from mmrl.errors import CheckpointError, ConfigError, DataError, RequestFailure
 from mmrl.models.assignment import ModuleAssignment
-from mmrl.models.chat import encode_text, end_of_turn, render_observation, render_prompt, render_reply
+from mmrl.models.chat import (
+    CLOSED_THOUGHTS,
+    decode_text,
+    encode_text,
+    end_of_turn,
+    opens_thoughts,
+    render_observation,
+    render_prompt,
+    render_reply,
+    template_of,
+)
 from mmrl.models.replies import callable_tools
 from mmrl.records import Call, Example, Forest
 from mmrl.rollout.plans import independent
@@ -35,7 +45,7 @@ from mmrl.stages.sft_data import best_rollouts, read_examples
 from mmrl.stages.step_metrics import refuse_failures, rollout_metrics
 from mmrl.store.journal import read_step, write_step
 from mmrl.store.policy import checkpoint_step
-from mmrl.tasks.base import Conversation, Demonstration
+from mmrl.tasks.base import Conversation, Demonstration, Message
 from mmrl.trainer.checkpoint import saved_extra
 from mmrl.trainer.objective import StepBatch, TrainCall
 
@@ -125,13 +135,14 @@ class SftStage(Stage[SftRunConfig]):
         examples = read_examples(self.config, self.task, tuple(self.assignment.untrained))
         calls: list[tuple[str, Call]] = []
         for where, example in examples:
-            if isinstance(example, Demonstration):
-                calls.append((where, encode(self.tokenizer, example)))
-                continue
             try:
-                calls += [(where, call) for call in turns_of(self.tokenizer, example)]
+                if isinstance(example, Demonstration):
+                    calls.append((where, encode(self.tokenizer, example)))
+                else:
+                    calls += [(where, call) for call in turns_of(self.tokenizer, example)]
             except RequestFailure as error:
-                raise ConfigError(f"algo.file: {where}: {error}") from None
+                key = "algo.file" if self.config.algo.source == "file" else "algo.source"
+                raise ConfigError(f"{key}: {where}: {error}") from None
         return calls
 
     def _sampled(self) -> list[tuple[str, Call]]:
@@ -233,13 +244,45 @@ _NOT_HERE = {"train/calls_skipped"} | {f"time/{p}" for p in ("generate", "retrie
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, demonstration: Demonstration) -> Call:
-    """Convert a demonstration to a call; the end-of-turn token is the last of its completion."""
+    """Convert a demonstration to a call; the end-of-turn token is the last of its completion.
+
+    Raises:
+        RequestFailure: the prompt ends inside of thoughts, and nothing in the reply ends them.
+    """
+    messages, turn = demonstration.messages, ""
     # By the same functions as in rollouts, so that the ids are those that a rollout would send.
-    prompt_ids = render_prompt(tokenizer, demonstration.messages)
+    prompt_ids = render_prompt(tokenizer, messages)
     for completion, observation in demonstration.history:
-        prompt_ids = render_observation(tokenizer, (*prompt_ids, *encode_text(tokenizer, completion)), observation)
-    completion_ids = (*encode_text(tokenizer, demonstration.completion), end_of_turn(tokenizer))
+        written = _written(tokenizer, messages, completion, begins=not turn)
+        prompt_ids = render_observation(tokenizer, (*prompt_ids, *written[:-1]), observation)
+        turn = turn + completion + observation if isinstance(observation, str) else ""
+    if CLOSED_THOUGHTS not in turn + demonstration.completion and opens_thoughts(tokenizer):
+        other = "model.thinking=false, or " if template_of(tokenizer).thinks else ""
+        raise RequestFailure(
+            f"messages: prompts of the model's chat template end inside of thoughts, and the reply has no "
+            f"{CLOSED_THOUGHTS}; use {other}replies that begin with thoughts and {CLOSED_THOUGHTS}"
+        )
+    completion_ids = _written(tokenizer, messages, demonstration.completion, begins=not turn)
     return plain_call(demonstration.module, prompt_ids, completion_ids)
+
+
+def _written(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], completion: str, *, begins: bool
+) -> tuple[int, ...]:
+    """Return the ids of a completion with its end, and before it what the chat template puts at the start of a reply.
+
+    Without the latter where the completion goes on inside of a turn (`begins` is false), or would be read otherwise.
+    """
+    bare = (*encode_text(tokenizer, completion), end_of_turn(tokenizer))
+    if not begins:
+        return bare
+    try:
+        reply = render_reply(tokenizer, [*messages, {"role": "assistant", "content": completion}])
+    except RequestFailure:
+        return bare
+    whole = str(tokenizer.decode(list(reply[:-1]), clean_up_tokenization_spaces=False))
+    same = whole.endswith(completion) and decode_text(tokenizer, reply).strip() == completion.strip()
+    return reply if same else bare
 
 
 def turns_of(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> Iterator[Call]:

@@ -12,11 +12,13 @@ import pytest
 
 from mmrl.config import ModelConfig
 from mmrl.engines.embedded.batch_rows import eos_ids
-from mmrl.errors import MmrlError
+from mmrl.errors import MmrlError, RequestFailure
 from mmrl.models.chat import decode_text, encode_text, end_of_prompt, render_observation, render_prompt, template_of
 from mmrl.models.load import load_tokenizer
 from mmrl.models.replies import message_of
 from mmrl.models.template_facts import template_facts
+from mmrl.stages.sft import encode
+from mmrl.tasks.base import Demonstration
 from scripts.models.templates import save_tokenizer, template_names
 
 USER = {"role": "user", "content": "Where was she born? {x}"}
@@ -216,3 +218,46 @@ def test_text_before_the_end_of_a_prompt_is_the_end_of_its_users_message(name: s
             message = {"role": "user", "content": f"{asked}\n\nThe answer: Oslo."}
             official = render_prompt(tokenizer, [*before, message])
             assert tokenizer.decode(list(longer)) == tokenizer.decode(list(official))
+
+
+WRITTEN_FIRST = {"gptoss": "<|channel|>final<|message|>", "glm4moe": "\n"}
+"""What templates put between the end of a prompt and the text of a reply, by their source."""
+OPEN = {"deepseek_r1_distill", "deepseekv3"}
+"""Templates whose prompts always end inside of thoughts."""
+OPEN_IF_ASKED = {
+    *("qwen3_5_nothink", "qwen3_5_think", "qwen3_6", "qwen3_8"),
+    *("nemotron_3_5_lightning", "nemotron_3_nano", "nemotron_3_super", "nemotron_3_ultra"),
+}
+"""Those that do so with model.thinking=true."""
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_trained_reply_is_read_as_its_text(name: str, thinking: bool) -> None:
+    """Behind what the template writes before it, and, where the prompt opens thoughts, with their end."""
+    if thinking and not template_of(loaded(name)).thinks:
+        pytest.skip("the template has no thinking mode")
+    tokenizer = loaded(name, thinking=thinking)
+    opened = name in OPEN or (thinking and name in OPEN_IF_ASKED)
+    for text in ("In Ulm.", "Two\n\nlines: {x} <|im_end|>", "She did.\n</think>\n\nIn Ulm."):
+        asked = Demonstration(module="m", messages=[USER], completion=text)
+        if opened and "</think>" not in text:
+            with pytest.raises(RequestFailure, match="end inside of thoughts, and the reply has no </think>"):
+                encode(tokenizer, asked)
+            continue
+        call = encode(tokenizer, asked)
+        assert decode_text(tokenizer, call.completion_ids).strip() == text
+        first = WRITTEN_FIRST.get(name, "") if not thinking else ""
+        assert tokenizer.decode(list(call.completion_ids[:-1])) == first + text
+        assert call.completion_ids[-1] in eos_ids(tokenizer, None)
+
+
+@pytest.mark.parametrize("name", ["gptoss", "deepseek_r1_distill"])
+def test_a_turn_that_goes_on_has_one_beginning(name: str) -> None:
+    """Text of a tool inside of the turn: what the template writes first is written once, thoughts are ended once."""
+    history = [("Look.</think>", " found ")]
+    asked = Demonstration(module="m", messages=[USER], history=history, completion="In Ulm.")
+    call = encode(loaded(name), asked)
+    whole = loaded(name).decode(list(call.prompt_ids + call.completion_ids[:-1]))
+    assert whole.endswith(WRITTEN_FIRST.get(name, "<think>\n") + "Look.</think> found In Ulm.")
+    assert loaded(name).decode(list(call.completion_ids[:-1])) == "In Ulm."
