@@ -24,9 +24,9 @@ _READERS: WeakKeyDictionary[Template, PreTrainedTokenizerBase | None] = WeakKeyD
 """Copies of tokenizers that read replies; the originals are saved with checkpoints."""
 _THOUGHTFUL: WeakKeyDictionary[Template, bool] = WeakKeyDictionary()
 _PROBLEMS: WeakKeyDictionary[Template, str] = WeakKeyDictionary()
-_THOUGHTS = ("reasoning_content", "thinking")
+THOUGHTS = ("reasoning_content", "thinking")
 """Names that response templates have for thoughts."""
-_TEXTS = ("content", *_THOUGHTS)
+_TEXTS = ("content", *THOUGHTS)
 
 
 def reader(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase | None:
@@ -108,7 +108,7 @@ def message_of(
         return {"content": text} | ({"unread_call": True} if unread else {})
     # TRL takes this token off a text, but not off the last of several.
     message: dict[str, Any] = {"content": _joined(read["content"]).removesuffix(str(tokenizer.eos_token))}
-    if thoughts := _joined(next((read[name] for name in _THOUGHTS if name in read), "")):
+    if thoughts := _joined(next((read[name] for name in THOUGHTS if name in read), "")):
         message["reasoning_content"] = thoughts
     return message | ({"tool_calls": calls} if calls else {})
 

@@ -35,7 +35,7 @@ from mmrl.models.chat import (
     render_reply,
     template_of,
 )
-from mmrl.models.replies import callable_tools
+from mmrl.models.replies import THOUGHTS, callable_tools
 from mmrl.records import Call, Example, Forest
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
@@ -286,18 +286,24 @@ def _written(
 
 
 def turns_of(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> Iterator[Call]:
-    """Yield a call for each reply of a conversation with tools, in the growing context of a rollout.
+    """Yield a call for each reply of a conversation with tools that has not weight 0, in a rollout's growing context.
 
     Raises:
-        RequestFailure: the chat template does not write it.
+        RequestFailure: the chat template does not write it, or not its thoughts.
     """
     messages, tools = conversation.messages, callable_tools(tokenizer, conversation.tools)
     replies = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     prompt = messages[: replies[0]]
     context = render_prompt(tokenizer, prompt, tools)
     for number, following in zip(replies, [*replies[1:], None], strict=True):
-        completion = render_reply(tokenizer, [*prompt, messages[number]], tools)
-        yield plain_call(conversation.module, context, completion)
+        reply = {key: value for key, value in messages[number].items() if key != "weight"}
+        completion = render_reply(tokenizer, [*prompt, reply], tools)
+        text = str(tokenizer.decode(list(completion), clean_up_tokenization_spaces=False))
+        for name in THOUGHTS:
+            if reply.get(name, "").strip() not in text:
+                raise RequestFailure(f"messages.{number}.{name}: the model's chat template does not write it")
+        if messages[number].get("weight") != 0:
+            yield plain_call(conversation.module, context, completion)
         if following is not None:
             added = messages[number + 1 : following]
             context = render_observation(tokenizer, (*context, *completion), added, ended=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, Json, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, Field, Json, ValidationError, ValidationInfo, field_validator, model_validator
 
 from mmrl import rng
 from mmrl.config import SftRunConfig
@@ -26,10 +26,39 @@ Supervised = tuple[str, Demonstration | Conversation]
 """Origin of an example, and the example."""
 
 
-class _Function(BaseModel):
+def _without_nulls(value: Any) -> Any:
+    """Return a value without the keys of its mappings that are null."""
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return {k: _without_nulls(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+
+
+def _of_record(value: object, info: ValidationInfo) -> Any:
+    """Return what a record itself has of a value: in a table it has the keys of all records."""
+    return _without_nulls(value) if info.context["table"] else value
+
+
+class _Part(BaseModel, extra="forbid"):
+    """A part of a message; what it has beside the fields is not left out of training without a word."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, fields: object) -> object:
+        # Tables and OpenAI's replies have null, or an empty list, for what is not there.
+        if not isinstance(fields, Mapping):
+            return fields
+        return {k: v for k, v in fields.items() if k in ("content", "arguments") or (v is not None and v != [])}
+
+
+class _Function(_Part):
     name: str
     arguments: dict[str, Any] | Json[dict[str, Any]]
     """As an object, or as its text, in OpenAI's way."""
+
+    @field_validator("arguments", mode="before")
+    @classmethod
+    def _own(cls, arguments: object, info: ValidationInfo) -> object:
+        return _of_record(arguments, info)
 
 
 class _Called(BaseModel, extra="allow"):
@@ -40,12 +69,14 @@ class _Called(BaseModel, extra="allow"):
     function: _Function
 
 
-class _ChatMessage(BaseModel):
+class _ChatMessage(_Part):
     role: Literal["system", "user", "assistant"]
     content: str
+    weight: Literal[0, 1] | None = None
+    """OpenAI's: a reply with 0 is not trained."""
 
 
-class _ToolMessage(BaseModel):
+class _ToolMessage(_Part):
     """A message of a conversation with tools."""
 
     role: Literal["system", "user", "assistant", "tool"]
@@ -53,6 +84,9 @@ class _ToolMessage(BaseModel):
     tool_calls: list[_Called] | None = None
     name: str | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    thinking: str | None = None
+    weight: Literal[0, 1] | None = None
 
     @field_validator("content", mode="before")
     @classmethod
@@ -72,6 +106,8 @@ class _Chat(BaseModel, extra="forbid"):
     def _ends(cls, messages: list[_ChatMessage]) -> list[_ChatMessage]:
         if messages[-1].role != "assistant":
             raise ValueError(f"the last one is the {messages[-1].role}'s, expected the assistant's")
+        if messages[-1].weight == 0 or any(message.weight for message in messages[:-1]):
+            raise ValueError("of a chat without tools the last one is trained, and no other: its weight is 1")
         return messages
 
 
@@ -85,9 +121,9 @@ class _Talk(BaseModel, extra="forbid"):
 
     @field_validator("tools", mode="before")
     @classmethod
-    def _text(cls, tools: object) -> object:
+    def _text(cls, tools: object, info: ValidationInfo) -> object:
         if not isinstance(tools, str):
-            return tools
+            return _of_record(tools, info)
         with suppress(ValueError):
             return json.loads(tools)
         raise ValueError(f"got {tools!r:.60}, expected a list of functions, or its JSON text")
@@ -97,6 +133,8 @@ class _Talk(BaseModel, extra="forbid"):
     def _ends(cls, messages: list[_ToolMessage]) -> list[_ToolMessage]:
         if messages[-1].role != "assistant" or messages[0].role == "assistant":
             raise ValueError("expected a prompt first, and the assistant's last")
+        if all(message.weight == 0 for message in messages if message.role == "assistant"):
+            raise ValueError("every reply has weight 0, expected one to train on")
         return messages
 
 
@@ -210,7 +248,7 @@ def _example(row: Row, task: Task, shared: bool) -> Demonstration | Conversation
     }
     kind = _Fields if "messages" not in fields else _Talk if "tools" in fields or _calls(fields["messages"]) else _Chat
     try:
-        parsed = kind.model_validate(fields)
+        parsed = kind.model_validate(fields, context={"table": row.table})
     except ValidationError as error:
         raise ConfigError(reasons(error)) from None
     module = _module(parsed.module, task, shared and not isinstance(parsed, _Fields))

@@ -37,6 +37,9 @@ def test_what_one_process_cannot_do_is_refused():
     assert problems({"train.warmup_steps": 4, "train.schedule": "cosine"})[0].startswith("train.warmup_steps: got 4")
 
 
+SAID = {"role": "assistant", "content": "y"}
+
+
 @pytest.mark.parametrize(
     ("record", "says"),
     [
@@ -52,6 +55,12 @@ def test_what_one_process_cannot_do_is_refused():
         ({"messages": [{**MINE, "content": None}, MINE], "tools": [{}]}, "messages.0.content: Input should be a valid"),
         ({**CHAT, "tools": "look"}, "tools: got 'look', expected a list of functions, or its JSON text"),
         ({"messages": [{"role": "user", "content": [1]}, MINE]}, "messages.0.content: Input should be a valid string"),
+        ({"messages": [MINE, {**SAID, "reasoning_content": "Hm."}]}, "messages.1.reasoning_content: Extra inputs"),
+        ({"messages": [MINE, {**SAID, "weight": 0}]}, "messages: of a chat without tools the last one is trained"),
+        ({"messages": [MINE, {**SAID, "weight": 1}, MINE, SAID]}, "messages: of a chat without tools the last one is"),
+        ({"messages": [MINE, {**SAID, "weight": 2}]}, "messages.1.weight: Input should be 0 or 1"),
+        ({"messages": [MINE, {**SAID, "weight": 0}], "tools": [{}]}, "messages: every reply has weight 0"),
+        ({"messages": [MINE, {**SAID, "prefix": True}], "tools": [{}]}, "messages.1.prefix: Extra inputs"),
         ({**CHAT, "tools": []}, "tools: List should have at least 1 item"),
         ({"messages": [MINE, MINE], "tools": [{}]}, "expected a prompt first, and the assistant's last"),
         (

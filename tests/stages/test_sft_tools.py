@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from mmrl.errors import RequestFailure
@@ -87,12 +90,16 @@ def test_contexts_are_those_of_the_whole_conversation(template: str) -> None:
     assert loaded.decode(list(last.prompt_ids + last.completion_ids)) == whole.rstrip("\n")
 
 
+TASK: Any = SimpleNamespace(name="environment", program=SimpleNamespace(modules=("agent",)))
+
+
+def config_of(file: str) -> Any:
+    return SimpleNamespace(algo=SimpleNamespace(file=file, modules=None), model=SimpleNamespace(modules=None))
+
+
 def read(**record: Any) -> Any:
     """The conversation of a record, as a stage reads it."""
-    algo = SimpleNamespace(file=named([record]), modules=None)
-    config: Any = SimpleNamespace(algo=algo, model=SimpleNamespace(modules=None))
-    task: Any = SimpleNamespace(name="environment", program=SimpleNamespace(modules=("agent",)))
-    ((_, conversation),) = read_file(config, task)
+    ((_, conversation),) = read_file(config_of(named([record])), TASK)
     return conversation
 
 
@@ -109,6 +116,51 @@ def test_the_forms_of_openai_and_trl_are_one_conversation() -> None:
     wanted = read(messages=TALK, tools=TOOLS)
     assert read(messages=openai, tools=TOOLS) == read(messages=table, tools=json.dumps(TOOLS)) == wanted
     assert [message.get("name") for message in wanted.messages] == [m.get("name") for m in TALK]
+
+
+def test_keys_of_other_calls_in_a_table_are_no_arguments(tmp_path: Path) -> None:
+    """Parquet has one struct for the arguments of all calls; a null in a JSON text is the record's own."""
+    calls = [
+        {"id": "a", "function": {"name": "look", "arguments": {"at": "sea", "far": {"by": 2}}}},
+        {"id": "b", "function": {"name": "go", "arguments": {"to": [{"x": 1}, {"y": 2}]}}},
+    ]
+    talk = [TALK[0], {"role": "assistant", "content": "", "tool_calls": calls}, {**TALK[-1], "content": "."}]
+    table = pyarrow.Table.from_pylist([{"messages": talk, "tools": TOOLS}])
+    pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
+    assert table.to_pylist()[0]["messages"][1]["tool_calls"][0]["function"]["arguments"]["to"] is None
+    (_, conversation), *_ = read_file(config_of(str(tmp_path / "x.parquet")), TASK)
+    assert isinstance(conversation, Conversation) and conversation.tools == TOOLS
+    given = [call["function"]["arguments"] for call in conversation.messages[1]["tool_calls"]]
+    assert given == [{"at": "sea", "far": {"by": 2}}, {"to": [{"x": 1}, {"y": 2}]}]
+    for arguments in ({"at": None}, '{"at": null}'):
+        own = [TALK[0], {**TALK[1], "tool_calls": [{"function": {"name": "look", "arguments": arguments}}]}]
+        assert read(messages=own, tools=TOOLS).messages[1]["tool_calls"][0]["function"]["arguments"] == {"at": None}
+
+
+@pytest.mark.parametrize("template", [name for name in able() if not name.startswith("nemotron")])
+def test_thoughts_are_trained_or_refused(template: str) -> None:
+    """Never left out without a word."""
+    loaded, trained = tokenizer(template), []
+    for name in ("reasoning_content", "thinking"):
+        talk = [TALK[0], {**TALK[1], name: "Look first."}, *TALK[2:]]
+        try:
+            first, *_ = turns_of(loaded, read(messages=talk, tools=TOOLS))
+        except RequestFailure as error:
+            assert f"messages.1.{name}: the model's chat template does not write it" == str(error) or (
+                "shown otherwise" in str(error)
+            )
+        else:
+            read_back = message_of(loaded, first.prompt_ids, first.completion_ids, TOOLS)
+            assert read_back["reasoning_content"].strip() == "Look first."
+            trained.append(name)
+    assert trained == {"qwen3": ["reasoning_content"], "gptoss": ["thinking"]}.get(template, trained)
+
+
+def test_a_reply_of_weight_0_is_read_and_not_trained() -> None:
+    loaded = tokenizer("qwen2_5")
+    every = list(turns_of(loaded, read(messages=TALK, tools=TOOLS)))
+    chosen = list(turns_of(loaded, read(messages=[TALK[0], {**TALK[1], "weight": 0}, *TALK[2:]], tools=TOOLS)))
+    assert len(every) == 3 and chosen == every[1:]
 
 
 def test_results_belong_to_calls_by_their_ids() -> None:

@@ -57,6 +57,8 @@ class Row:
     """File and line, or file and number, for messages."""
     values: Any
     """The record as it was read; usually a mapping."""
+    table: bool = False
+    """It is of a table, whose records have the keys of all, with null for those that one lacks."""
 
 
 M = TypeVar("M", bound=BaseModel)
@@ -444,7 +446,7 @@ def _numbered(records: Iterable[Any], source: str) -> Iterator[Row]:
     number = 0
     try:
         for values in records:
-            yield Row(f"{source} row {number}", values)
+            yield Row(f"{source} row {number}", values, table=True)
             number += 1
     except (OSError, ValueError, OverflowError, pyarrow.ArrowException) as error:
         raise ValueError(f"{source} row {number}: cannot be read: {error}") from None
