@@ -20,7 +20,15 @@ from mmrl.config.base import Section
 from mmrl.errors import CheckpointError, ConfigError, storage
 from mmrl.models.hub import licence_of
 from mmrl.models.merged import require_undamaged
-from mmrl.models.save import check_template, copy_adapter, copy_full, write_merged, write_tokenizer
+from mmrl.models.save import (
+    check_template,
+    copy_adapter,
+    copy_full,
+    ends_note,
+    write_ends,
+    write_merged,
+    write_tokenizer,
+)
 from mmrl.report.card import CardFacts, is_hub_id, model_card, shorten_path, snippets
 from mmrl.report.overview import Overview, damage_named
 from mmrl.report.stats import series
@@ -194,7 +202,12 @@ def _write(
         else:
             dtype = write_merged(base, adapter, config.model, folder / name)
             notes.append(f"merged into {base}, in its own type ({dtype})" + (f": {name}/" if name else ""))
-    write_tokenizer(checkpoint, targets)
+    tokenizer = write_tokenizer(checkpoint, targets)
+    if choice.form == "adapter":
+        notes += filter(None, [ends_note(tokenizer, config.model)])
+    else:
+        for target in targets:
+            write_ends(target, tokenizer)
     check_template(targets[0], config.model)
     notes.append("chat template checked: the same token ids as in training")
     if choice.recorded:

@@ -20,7 +20,7 @@ from mmrl.models.encode import Encoder
 from mmrl.models.template import Messages, Template, Tools
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 _Turn = tuple[str, str, str]
 """Role, content, and as JSON what else a message has: the tool calls of a reply, the id that a result belongs to."""
@@ -111,6 +111,16 @@ def template_ends(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
         return frozenset()
     renderer = _renderer(tokenizer)
     return frozenset(renderer.encoder.special[token] for token in renderer.template.ends)
+
+
+def eos_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None) -> frozenset[int]:
+    """Return the end-of-turn ids: the tokenizer's, those of the model's generation config, and the chat template's."""
+    # Chat models often end a turn with another token than the tokenizer's EOS, and name it in the generation config.
+    ids: set[int] = set()
+    for value in (tokenizer.eos_token_id, generation_config.eos_token_id if generation_config is not None else None):
+        if value is not None:
+            ids.update([value] if isinstance(value, int) else value)
+    return frozenset(ids | template_ends(tokenizer))
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase) -> Template:

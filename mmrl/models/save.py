@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from mmrl.config import ModelConfig
 from mmrl.config.base import SHIPPED
 from mmrl.errors import CheckpointError
-from mmrl.models.chat import render_prompt, template_of
+from mmrl.models.chat import eos_ids, render_prompt, template_of
 from mmrl.models.load import NO_CODE, load_configs, load_policy, load_tokenizer, local_path
 from mmrl.models.report import without_bars
 from mmrl.models.template import SYSTEM_MERGED
@@ -96,6 +96,33 @@ def write_tokenizer(checkpoint: Path, targets: Iterable[Path]) -> PreTrainedToke
     for target in targets:
         tokenizer.save_pretrained(target)
     return tokenizer
+
+
+def write_ends(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Add what ends a turn in a run to the generation config of full weights: other libraries stop by that alone."""
+    from transformers import GenerationConfig
+
+    file = folder / FULL[-1]
+    stored = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    own = GenerationConfig(eos_token_id=stored.get("eos_token_id"))
+    stored["eos_token_id"] = sorted(eos_ids(tokenizer, own))
+    file.write_text(json.dumps(stored, indent=2) + "\n", encoding="utf-8")
+
+
+def ends_note(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> str:
+    """Return a line about ends of a turn that the generation config of an adapter's base lacks; empty for none.
+
+    An adapter is used with its base's, whatever lies beside it.
+    """
+    from transformers import GenerationConfig
+
+    config, generation = load_configs(model)
+    generation = generation or GenerationConfig.from_model_config(config)
+    ends, named = eos_ids(tokenizer, generation), generation.eos_token_id
+    if ends <= {*(named if isinstance(named, list) else [named])}:
+        return ""
+    ids = sorted(ends)
+    return f"turns end at the tokens {ids}: give eos_token_id={ids} to transformers, stop_token_ids={ids} to vLLM"
 
 
 def check_template(folder: Path, model: ModelConfig) -> None:

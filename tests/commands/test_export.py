@@ -122,7 +122,7 @@ def test_merged_weights_are_base_plus_adapter(by_module: Path, random_model: str
     for folder in (one, each / "answerer"):
         torch.testing.assert_close(load_file(folder / "model.safetensors")[f"{name}.weight"], expected)
     assert (one / "tokenizer.json").is_file() and (one / "chat_template.jinja").is_file()
-    assert json.loads((one / "generation_config.json").read_text())["eos_token_id"] == 2
+    assert json.loads((one / "generation_config.json").read_text())["eos_token_id"] == [2]
 
 
 def test_a_base_in_bfloat16_stays_in_bfloat16(
@@ -137,6 +137,27 @@ def test_a_base_in_bfloat16_stays_in_bfloat16(
     change_config(run, model={"path": str(other)})
     out = exported(run, tmp_path / "out")
     assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {torch.bfloat16}
+
+
+def test_an_export_stops_where_the_policy_stops(
+    shared: Path, full: Path, random_model: str, tmp_path: Path, capsys: Any
+) -> None:
+    """At the tokenizer's end of a turn (2), and at that of a generation config which does not name it (5)."""
+    base = shutil.copytree(random_model, tmp_path / "base")
+    (base / "generation_config.json").write_text('{"eos_token_id": 5}')
+    adapted, whole = shutil.copytree(shared, tmp_path / "a"), shutil.copytree(full, tmp_path / "w")
+    for run in (adapted, whole):
+        change_config(run, model={"path": str(base)})
+    checkpoint = whole / "checkpoints" / "checkpoint-2"
+    (checkpoint / "generation_config.json").write_text('{"eos_token_id": 5, "top_k": 3}')
+    forge(checkpoint)
+    capsys.readouterr()
+    for run, name, more in ((adapted, "merged", {}), (whole, "full", {"top_k": 3})):
+        written = json.loads((exported(run, tmp_path / name) / "generation_config.json").read_text())
+        assert written["eos_token_id"] == [2, 5] and more.items() <= written.items()
+    assert "eos_token_id=" not in capsys.readouterr().out
+    exported(adapted, tmp_path / "adapter", "form=adapter")
+    assert "give eos_token_id=[2, 5] to transformers, stop_token_ids=[2, 5] to vLLM" in capsys.readouterr().out
 
 
 def test_a_choice_that_the_run_does_not_have_is_named(

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig
 
 from mmrl.engines.base import Request, Sampling
-from mmrl.engines.embedded.batch_rows import Rules, eos_ids
+from mmrl.engines.embedded.batch_rows import Rules
 from mmrl.errors import EngineFailure, LengthFailure
+from mmrl.models.chat import eos_ids
 from tests.helpers import Fake
 from tests.helpers.engines import EOS, tokenizer
 

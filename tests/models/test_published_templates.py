@@ -11,9 +11,16 @@ from unittest.mock import Mock, patch
 import pytest
 
 from mmrl.config import ModelConfig
-from mmrl.engines.embedded.batch_rows import eos_ids
 from mmrl.errors import MmrlError, RequestFailure
-from mmrl.models.chat import decode_text, encode_text, end_of_prompt, render_observation, render_prompt, template_of
+from mmrl.models.chat import (
+    decode_text,
+    encode_text,
+    end_of_prompt,
+    eos_ids,
+    render_observation,
+    render_prompt,
+    template_of,
+)
 from mmrl.models.load import load_tokenizer
 from mmrl.models.replies import message_of
 from mmrl.models.template_facts import template_facts

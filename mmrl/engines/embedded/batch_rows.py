@@ -16,11 +16,10 @@ from mmrl import rng
 from mmrl.config.base import LEAST_TEMPERATURE
 from mmrl.engines.base import Completion, Request
 from mmrl.errors import EngineFailure, LengthFailure, RequestFailure
-from mmrl.models.chat import template_ends
 from mmrl.models.load import rope_border
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 LOG = logging.getLogger("mmrl.engines")
 
@@ -198,13 +197,3 @@ def engine_context(settings: PretrainedConfig, *limits: int | None) -> int | Non
     if limit is not None and limit == rope_border(settings):
         LOG.warning("task.max_context: contexts end at %d tokens, where this model encodes positions otherwise", limit)
     return limit
-
-
-def eos_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None) -> frozenset[int]:
-    """Return the end-of-turn ids: the tokenizer's, those of the model's generation config, and the chat template's."""
-    # Chat models often end a turn with another token than the tokenizer's EOS, and name it in the generation config.
-    ids: set[int] = set()
-    for value in (tokenizer.eos_token_id, generation_config.eos_token_id if generation_config is not None else None):
-        if value is not None:
-            ids.update([value] if isinstance(value, int) else value)
-    return frozenset(ids | template_ends(tokenizer))

@@ -13,9 +13,10 @@ from typing_extensions import override
 
 from mmrl.config.engines import TransformersConfig
 from mmrl.engines.base import Completion, EngineSetup, Request
-from mmrl.engines.embedded.batch_rows import Rules, engine_context, eos_ids
+from mmrl.engines.embedded.batch_rows import Rules, engine_context
 from mmrl.engines.embedded.batcher import Batcher
 from mmrl.engines.embedded.row_decoder import RowDecoder
+from mmrl.models.chat import eos_ids
 from mmrl.models.selfcheck import Way, check_rows, drawn_adapters
 from mmrl.store.policy import INITIAL
 

@@ -25,11 +25,10 @@ from mmrl.engines.embedded.batch_rows import (
     Rules,
     difference,
     engine_context,
-    eos_ids,
 )
 from mmrl.engines.vllm.command import exact, logprobs_mode, served_dtype, vllm_problems
 from mmrl.errors import EngineFailure, refuse
-from mmrl.models.chat import render_prompt
+from mmrl.models.chat import eos_ids, render_prompt
 from mmrl.models.load import load_configs
 
 if TYPE_CHECKING:
