@@ -25,6 +25,7 @@ from mmrl.models.save import (
     copy_adapter,
     copy_full,
     ends_note,
+    is_local,
     write_ends,
     write_merged,
     write_tokenizer,
@@ -247,7 +248,8 @@ def _snippets(
     spoken = choice.recorded.get("modules")
     modules = tuple(spoken) if isinstance(spoken, dict) else ()
     layout = getattr(config.task, "prompt_layout", "dspy") if (folder / PROGRAM).is_file() else None
-    return snippets(name, choice.folders, base, rank, modules=modules, program=layout)
+    revision = None if is_local(config.model.path) else config.model.revision
+    return snippets(name, choice.folders, base, rank, modules=modules, program=layout, revision=revision)
 
 
 def _card(

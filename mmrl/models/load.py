@@ -73,7 +73,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 
     tokenizer: PreTrainedTokenizerBase = _loaded(model, "tokenizer", AutoTokenizer)
     with _refusing(model, "tokenizer"):
-        otherwise = spells_otherwise(tokenizer, _finder(model)("tokenizer.json"))
+        otherwise = spells_otherwise(tokenizer, _finder(model, "tokenizer")("tokenizer.json"))
     if otherwise:
         say(model.path, f"{type(tokenizer).__name__} would cut texts otherwise than tokenizer.json, which is taken")
         tokenizer = _loaded(model, "tokenizer", PreTrainedTokenizerFast)
@@ -174,7 +174,18 @@ def load_policy(
         ConfigError: the base cannot be loaded, or an adapter does not fit it.
     """
     loaded, serving = load_weights(policy, model, device)
-    return loaded, load_tokenizer(model.model_copy(update={"path": policy.base})), serving
+    return loaded, load_tokenizer(tokenizer_section(policy, model)), serving
+
+
+def weights_section(policy: Policy, model: ModelConfig) -> ModelConfig:
+    """Return `model` for the weights of a policy: dtype and attention stay those of the config."""
+    return model.model_copy(update={"path": policy.base, "revision": model.revision or policy.revision})
+
+
+def tokenizer_section(policy: Policy, model: ModelConfig) -> ModelConfig:
+    """Return `model` for the tokenizer of a policy; a chat template and a thinking mode of the config hold for it."""
+    own = {"path": policy.tokenizer, "revision": None}
+    return model.model_copy(update=own) if policy.tokenizer is not None else weights_section(policy, model)
 
 
 def load_weights(policy: Policy, model: ModelConfig, device: str) -> tuple[PreTrainedModel, ServedWeights]:
@@ -183,8 +194,7 @@ def load_weights(policy: Policy, model: ModelConfig, device: str) -> tuple[PreTr
     Raises:
         ConfigError: as `load_policy`.
     """
-    # The policy names the weights; dtype, chat template and thinking mode stay those of `model.*`.
-    loaded = load_model(model.model_copy(update={"path": policy.base}), device)
+    loaded = load_model(weights_section(policy, model), device)
     if policy.folders:
         loaded = cast("PreTrainedModel", with_adapters(loaded, policy.folders))
     initial = None
@@ -318,7 +328,7 @@ def _loaded(model: ModelConfig, part: str, kind: Any, **options: object) -> Any:
     Raises:
         ConfigError: `model.path` cannot be loaded.
     """
-    source = _source(model)
+    source = _source(model, part)
     with _refusing(model, part):
         return kind.from_pretrained(
             source, revision=model.revision, local_files_only=_offline(source), **NO_CODE, **options
@@ -336,11 +346,11 @@ def _refusing(model: ModelConfig, part: str) -> Iterator[None]:
         raise ConfigError(_unloadable(model, part, error)) from error
 
 
-def _finder(model: ModelConfig) -> Callable[[str], str | None]:
+def _finder(model: ModelConfig, part: str = "") -> Callable[[str], str | None]:
     """Return what finds a file of `model` by its name; of a hub id it is loaded from the hub."""
     from transformers.utils.hub import cached_file
 
-    source = _source(model)
+    source = _source(model, part)
     # The path of none that the model does not have: it has its weights in one of several kinds of files.
     return lambda name: cached_file(
         source,
@@ -351,10 +361,12 @@ def _finder(model: ModelConfig) -> Callable[[str], str | None]:
     )
 
 
-def _source(model: ModelConfig) -> str:
+def _source(model: ModelConfig, part: str = "") -> str:
     """Return the folder or hub id of `model`, checked as far as the network is not needed."""
     refuse(gone_problems("model.path", model.path))
     source = local_path(model.path)
+    if part == "tokenizer" and (Path(source) / "tokenizer_config.json").is_file():
+        return source  # also beside an adapter alone
     local = model.path.startswith((".", "/", "~")) or model.path.count("/") > 1 or Path(source).exists()
     if local and not (Path(source) / "config.json").is_file():
         fault = "has no config.json" if Path(source).is_dir() else "is no folder"

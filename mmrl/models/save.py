@@ -72,15 +72,19 @@ def write_merged(base: str, adapter: Path, model: ModelConfig, target: Path) -> 
     return dtype
 
 
+def is_local(base: str) -> bool:
+    """Return whether a base is a folder, which has no revision."""
+    return base in SHIPPED or Path(base).is_dir()
+
+
 def copy_adapter(folder: Path, base: str, model: ModelConfig, target: Path) -> None:
     """Copy an adapter alone, which names its base so that it loads from any folder of this machine."""
     target.mkdir(exist_ok=True)
     for name in ADAPTER:
         shutil.copyfile(folder / name, target / name)
     config = json.loads((target / ADAPTER[0]).read_text(encoding="utf-8"))
-    local = base in SHIPPED or Path(base).is_dir()
-    config["base_model_name_or_path"] = str(Path(local_path(base)).resolve()) if local else base
-    config["revision"] = None if local else model.revision
+    config["base_model_name_or_path"] = str(Path(local_path(base)).resolve()) if is_local(base) else base
+    config["revision"] = None if is_local(base) else model.revision
     (target / ADAPTER[0]).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

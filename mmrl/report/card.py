@@ -166,7 +166,14 @@ RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def snippets(
-    folder: Path, names: Sequence[str], base: str, rank: int | None, *, modules: Sequence[str], program: str | None
+    folder: Path,
+    names: Sequence[str],
+    base: str,
+    rank: int | None,
+    *,
+    modules: Sequence[str],
+    program: str | None,
+    revision: str | None = None,
 ) -> Iterator[tuple[str, str]]:
     """Yield (library, code) pairs.
 
@@ -174,6 +181,7 @@ def snippets(
         folder: the export, or its name on the hub.
         names: folders below it, one for each set of weights; empty: it holds the weights itself.
         base: the base model of adapters.
+        revision: the base's on the hub; None: its newest, or a folder.
         rank: of an adapter; None: full weights.
         modules: those that `mmrl serve` knows apart, where the folder says which one speaks with which weights.
         program: `task.prompt_layout` of the folder's `program.json`; None: it has none.
@@ -184,6 +192,7 @@ def snippets(
         "weights": weights,
         "lora": Path(weights).name,
         "base": local_path(base) if base in SHIPPED else base,
+        "revision": f', revision="{revision}"' if revision else "",
         "rank": None if rank is None else next((supported for supported in RANKS if supported >= rank), rank),
         # Whole models of several modules are served one at a time.
         "policy": shlex.quote(path_override("policy", weights if names and not modules else folder)),

@@ -262,12 +262,12 @@ def check_policy(
         ConfigError: it cannot be used.
     """
     from mmrl.models.adapter import with_adapters
-    from mmrl.models.load import load_tokenizer, skeleton
+    from mmrl.models.load import load_tokenizer, skeleton, tokenizer_section, weights_section
 
-    own, model = re.compile(r"(model\.path|policy)(?=: )"), config.model.model_copy(update={"path": policy.base})
+    own, model = re.compile(r"(model\.path|policy)(?=: )"), weights_section(policy, config.model)
     try:
         empty, note = skeleton(model)
-        tokenizer = reads or load_tokenizer(model)
+        tokenizer = reads or load_tokenizer(tokenizer_section(policy, config.model))
         if reads is None:
             _refuse_tools(tokenizer, config)
             _refuse_context(tokenizer, empty, config)
@@ -407,16 +407,16 @@ def fixed_engine(
         served: the policy's name at an endpoint.
         devices: GPUs of a managed server; empty: all of them.
     """
-    from mmrl.models.load import load_policy, load_tokenizer
+    from mmrl.models.load import load_policy, load_tokenizer, tokenizer_section, weights_section
 
     # The tokenizer and the server's weights are the policy's, whatever model.path says.
-    weights = config.model.model_copy(update={"path": policy.base})
+    weights = weights_section(policy, config.model)
     model: PreTrainedModel | None = None
     serving: ServedWeights = {"adapters": policy.modules, "initial": None}
     if needs_model(config.engine.name):
         model, tokenizer, serving = load_policy(policy, config.model, config.hardware.device)
     else:
-        tokenizer = load_tokenizer(weights)
+        tokenizer = load_tokenizer(tokenizer_section(policy, config.model))
     setup = engine_setup(
         config, serving, folder, weights=weights, folders=policy.folders, devices=devices, served=served
     )

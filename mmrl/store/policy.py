@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ValidationError
 
@@ -74,6 +74,10 @@ class Policy:
     """Name of weights -> folder of their LoRA adapter."""
     initial: str | None = None
     """Full weights that the name `INITIAL` stands for."""
+    revision: str | None = None
+    """Revision of the base on the hub that its adapter names."""
+    tokenizer: str | None = None
+    """Folder of its own tokenizer; None: the base's, with the settings of `model.*`."""
 
     @property
     def folders(self) -> Mapping[str, str]:
@@ -114,6 +118,7 @@ class _Adapter(BaseModel):
     """Contents of peft's `adapter_config.json`."""
 
     base_model_name_or_path: str
+    revision: str | None = None
 
 
 M = TypeVar("M", bound=BaseModel)
@@ -364,7 +369,7 @@ def _saved_policy(folder: Path, prompts: str | None) -> Policy:
     record = _read(folder / EXTRA, _Record) if (folder / EXTRA).is_file() else _Record()
     modules, base = record.modules, record.base
     if adapter.is_file():
-        return Policy(base=_base_of(adapter), adapter=str(folder), prompts=prompts, step=_step(folder))
+        return Policy(**_named_by(folder), adapter=str(folder), prompts=prompts, step=_step(folder))
     if (folder / "config.json").is_file():
         return Policy(base=str(folder), prompts=prompts, step=_step(folder), modules=modules, initial=base)
     if modules:
@@ -373,7 +378,7 @@ def _saved_policy(folder: Path, prompts: str | None) -> Policy:
         if missing:
             raise ConfigError(f"policy: {folder} lacks the adapters {', '.join(missing)} of its modules")
         return Policy(
-            base=_base_of(next(iter(adapters.values())) / "adapter_config.json"),
+            **_named_by(next(iter(adapters.values()))),
             prompts=prompts,
             step=_step(folder),
             modules=modules,
@@ -388,10 +393,22 @@ def _step(folder: Path) -> int | None:
     return next((step for step in steps if step is not None), None)
 
 
-def _base_of(adapter: Path) -> str:
-    """Return the base of an adapter: `model.path` of its run, else what it says itself (which may have moved since)."""
+def _named_by(adapter: Path) -> dict[str, Any]:
+    """Return base, revision and tokenizer of an adapter's folder, as arguments of a `Policy`.
+
+    The base is `model.path` of its run, whose other settings are `model.*` of the config; else what it says itself.
+    """
+    if (base := _base_in_run(adapter)) is not None:
+        return {"base": base}
+    named = _read(adapter / "adapter_config.json", _Adapter)
+    own = str(adapter) if (adapter / "tokenizer_config.json").is_file() else None
+    return {"base": named.base_model_name_or_path, "revision": named.revision, "tokenizer": own}
+
+
+def _base_in_run(adapter: Path) -> str | None:
+    """Return `model.path` of the run that an adapter is a checkpoint of; None for any other adapter."""
     # One folder up for a shared adapter (checkpoint-3/), two for one of several (checkpoint-3/<name>/).
-    for folder in list(adapter.resolve().parents)[1:3]:
+    for folder in list(adapter.resolve().parents)[:2]:
         stored = run_config(str(folder.parent)) if folder.name == CHECKPOINTS else {}
         if isinstance(base := value_at(stored, "model.path"), str):
             refuse(gone_problems("policy", base))
@@ -401,4 +418,4 @@ def _base_of(adapter: Path) -> str:
                 # Moved, as a whole, with the run that it started from.
                 return str(moved / Path(base).relative_to(start))
             return base
-    return _read(adapter, _Adapter).base_model_name_or_path
+    return None

@@ -15,9 +15,11 @@ from huggingface_hub import metadata_load
 from safetensors.torch import load_file
 
 from mmrl.cli import main
+from mmrl.config import ModelConfig
+from mmrl.models.load import load_policy
 from mmrl.models.save import write_tokenizer
 from mmrl.store.journal import read_step
-from mmrl.store.policy import EXTRA
+from mmrl.store.policy import EXTRA, resolve
 from mmrl.store.rundir import RunDir
 from mmrl.tasks.search_program import MultihopQaTask
 from tests.helpers.runs import EVAL, change_config, command, flip, forge, score_of_texts
@@ -158,6 +160,16 @@ def test_an_export_stops_where_the_policy_stops(
     assert "eos_token_id=" not in capsys.readouterr().out
     exported(adapted, tmp_path / "adapter", "form=adapter")
     assert "give eos_token_id=[2, 5] to transformers, stop_token_ids=[2, 5] to vLLM" in capsys.readouterr().out
+
+
+def test_an_adapter_is_used_with_the_tokenizer_in_its_folder(shared: Path, tmp_path: Path) -> None:
+    """As it was exported, or as the user has changed it since; the base's is another."""
+    out = exported(shared, tmp_path / "out", "form=adapter")
+    template = (out / "chat_template.jinja").read_text() + "{# own #}"
+    (out / "chat_template.jinja").write_text(template)
+    policy = resolve(str(out))
+    section = ModelConfig(name="x", path=policy.base, dtype="float32")
+    assert load_policy(policy, section, "cpu")[1].chat_template == template
 
 
 def test_a_choice_that_the_run_does_not_have_is_named(

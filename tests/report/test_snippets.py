@@ -129,6 +129,11 @@ vllm.LLM = functools.partial(vllm.LLM, dtype="float32", enforce_eager=True, enab
 CPU_VARIABLES = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
 
 
+def test_the_revision_of_an_adapters_base_is_named() -> None:
+    made = snippets(Path("out"), (), "owner/base", 8, modules=(), program=None, revision="v2")
+    assert 'LLM("owner/base", revision="v2", tokenizer="out", enable_lora=True' in dict(made)["vLLM"]
+
+
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.parametrize("rank", [None, 2])

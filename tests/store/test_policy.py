@@ -1,10 +1,13 @@
 """What `policy=` accepts."""
 
 import json
+import shutil
 
 import pytest
 
+from mmrl.config import ModelConfig
 from mmrl.errors import ConfigError
+from mmrl.models.load import tokenizer_section, weights_section
 from mmrl.store.policy import Policy, is_shipped, other_task, resolve
 
 OF_PROMPTS = {"weights": "smollm2_135m", "prompts": None, "task": "hotpotqa"}
@@ -65,6 +68,22 @@ def test_a_policy_of_another_task_is_told(tmp_path, monkeypatch):
 def test_an_adapter_alone_names_its_base_itself(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "owner/base"}))
     assert resolve(str(tmp_path)) == Policy(base="owner/base", adapter=str(tmp_path))
+
+
+def test_an_adapter_alone_has_its_own_revision_and_tokenizer(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "owner/base", "revision": "v2"}')
+    assert resolve(str(tmp_path)) == Policy(base="owner/base", adapter=str(tmp_path), revision="v2")
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    policy, model = resolve(str(tmp_path)), ModelConfig(name="x", path="other")
+    assert policy.tokenizer == str(tmp_path)
+    assert weights_section(policy, model) == ModelConfig(name="x", path="owner/base", revision="v2")
+    assert tokenizer_section(policy, model) == ModelConfig(name="x", path=str(tmp_path))
+    typed = ModelConfig(name="x", path="other", revision="v3", thinking=True)
+    assert weights_section(policy, typed).revision == "v3" and tokenizer_section(policy, typed).thinking
+    run = tmp_path / "run" / "checkpoints" / "checkpoint-3"
+    shutil.copytree(tmp_path, run, ignore=shutil.ignore_patterns("run"))
+    (tmp_path / "run" / "config.yaml").write_text("model: {path: owner/base}")
+    assert resolve(str(run)) == Policy(base="owner/base", adapter=str(run), step=3)
 
 
 @pytest.mark.parametrize(
