@@ -52,7 +52,8 @@ def write_merged(base: str, adapter: Path, model: ModelConfig, target: Path) -> 
         CheckpointError: the adapter holds numbers that are not finite.
     """
     config, generation = load_configs(model.model_copy(update={"path": base}))
-    native = str(config.dtype).removeprefix("torch.")
+    # A model of several kinds of input says it of its text part alone.
+    native = str(config.dtype or config.get_text_config().dtype).removeprefix("torch.")
     dtype = native if native in ("float32", "bfloat16", "float16") else "float32"
     # On the CPU: merging is one product per layer, and a GPU may be in use by the next run. `matmul` is of runs, and
     # may not fit the base's own type.

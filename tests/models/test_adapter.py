@@ -311,3 +311,22 @@ def test_a_layer_that_peft_refuses_is_left_out_and_named() -> None:
     with pytest.raises(ConfigError, match="called out_proj"):
         targets_of(model, Section(targets=("q_proj", "out_proj")))
     assert get_peft_model(model, lora_config(model, "x", EVERYWHERE)) is not None
+
+
+def test_a_base_that_names_its_type_in_its_text_part_is_merged_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the published config of Gemma 3 does; without a type of its own it would be taken for float32."""
+    monkeypatch.setattr("mmrl.models.load.load_tokenizer", lambda *_: None)
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**SIZES, "head_dim": 8, "layer_types": ["full_attention"] * 2}
+    made = Gemma3Config(text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14})
+    model = make(tmp_path / "base", made)
+    file = tmp_path / "base" / "config.json"
+    stored = json.loads(file.read_text())
+    stored.pop("dtype", None)
+    stored["text_config"]["dtype"] = "bfloat16"
+    file.write_text(json.dumps(stored))
+    base = load_model(model, "cpu")
+    get_peft_model(base, lora_config(base, model.path, EVERYWHERE)).save_pretrained(tmp_path / "adapter")
+    assert write_merged(model.path, tmp_path / "adapter", model, tmp_path / "merged") == "bfloat16"
