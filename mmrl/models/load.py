@@ -292,6 +292,7 @@ def _prepared(model: ModelConfig) -> tuple[PreTrainedConfig, Any, str]:
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    _refuse_adapter(model)
     config: PreTrainedConfig = _loaded(model, "config", AutoConfig)
     refuse_config(config, model.path)
     _refuse_ends(model, config)
@@ -303,6 +304,16 @@ def _prepared(model: ModelConfig) -> tuple[PreTrainedConfig, Any, str]:
             config.quantization_config = whole.quantization_config
     switch_noise_off(config)
     return config, kind, choose_attention(config, kind, model)
+
+
+def _refuse_adapter(model: ModelConfig) -> None:
+    """Refuse an adapter beside weights: transformers would put it on top of them, or load its base in their place."""
+    find = _finder(model)
+    with _refusing(model, "config"):
+        if find("adapter_config.json") is None:
+            return
+        fault = "holds an adapter beside full weights" if find("config.json") else "is an adapter alone"
+    raise ConfigError(f"model.path: '{model.path}' {fault}, expected full weights without one")
 
 
 def _refuse_ends(model: ModelConfig, config: PreTrainedConfig) -> None:
@@ -373,9 +384,6 @@ def _source(model: ModelConfig, part: str = "") -> str:
         if (Path(source) / "adapter_config.json").is_file():
             fault = "is an adapter alone, which mmrl eval and algo.teachers take as a policy"
         raise ConfigError(f"model.path: '{model.path}' {fault}, expected the folder of a saved model or a hub id")
-    if local and (Path(source) / "adapter_config.json").is_file():
-        # transformers would put the adapter on top of the weights without a word.
-        raise ConfigError(f"model.path: '{model.path}' holds an adapter beside full weights, expected one of the two")
     return source
 
 

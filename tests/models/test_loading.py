@@ -377,3 +377,27 @@ def test_transformers_own_ignore_lists_hold(tmp_path: Path) -> None:
 def test_an_adapter_alone_is_named_as_one(tmp_path: Path) -> None:
     content("adapter_config.json", "{}")(tmp_path)
     assert "is an adapter alone" in refusals(ModelConfig(name="x", path=str(tmp_path)))[0]
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        (("config.json", "adapter_config.json"), "'owner/both' holds an adapter beside full weights, expected full"),
+        (("adapter_config.json",), "'owner/both' is an adapter alone, expected full weights"),
+    ],
+)
+def test_an_adapter_on_the_hub_is_refused_too(
+    files: tuple[str, ...], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the hub's local cache, as a download leaves it; transformers would load the adapter's base instead."""
+    repository = tmp_path / "models--owner--both"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("abc")
+    make(repository / "snapshots" / "abc")
+    content("adapter_config.json", '{"base_model_name_or_path": "owner/other"}')(repository / "snapshots" / "abc")
+    for file in (repository / "snapshots" / "abc").glob("*.json"):
+        if file.name not in files:
+            file.unlink()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("mmrl.models.load.hub_answers", lambda: False)
+    assert all(says in said for said in refusals(ModelConfig(name="x", path="owner/both")))
