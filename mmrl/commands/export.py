@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,7 @@ from mmrl.run.build import build_task
 from mmrl.run.settle import announce_code, module_assignment, weight_run
 from mmrl.store.policy import EXTRA, INITIAL, Policy, checkpoint_step, complete_checkpoints, resolve
 from mmrl.store.rundir import RunDir
-from mmrl.system.files import atomic_dir, dumps, user_path
+from mmrl.system.files import atomic_dir, dumps, left_beside, user_path
 from mmrl.tasks import TASKS
 from mmrl.tasks.base import Task
 from mmrl.tasks.dspy.base import DspyTask
@@ -108,6 +109,8 @@ def export(request: ExportArguments) -> None:
         request.out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"out: cannot make {request.out.parent}: {error.strerror or error}") from None
+    for left in left_beside(request.out):
+        print(f"warning: {left} is of an export that was killed; delete it, unless one runs now", file=sys.stderr)
     # Beside the target and renamed: a copy that was interrupted would load, and answer nonsense.
     with storage(request.out), atomic_dir(request.out) as folder:
         notes = _write(folder, request, run, config, checkpoint, choice)

@@ -13,6 +13,7 @@ import io
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -152,6 +153,12 @@ def atomic_dir(path: Path) -> Iterator[Path]:
         sync(path.parent)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def left_beside(path: Path) -> list[Path]:
+    """Return the folders of an `atomic_dir(path)` that was killed, or that another process is filling now."""
+    name = re.compile(rf"\.{re.escape(path.name)}-[a-z0-9_]{{8}}")  # as `mkdtemp` makes them
+    return sorted(found for found in path.parent.iterdir() if name.fullmatch(found.name) and found.is_dir())
 
 
 def sync(path: Path) -> None:

@@ -206,6 +206,19 @@ def test_nothing_is_overwritten_and_nothing_half_written(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "mine"]
 
 
+def test_what_a_killed_export_has_left_is_named_and_stays(shared: Path, tmp_path: Path, capsys: Any) -> None:
+    """Also that of an export which runs now would be so called."""
+    for name in (".out-ab_9xyz0", ".out-two-ab_9xyz0", ".out-notes"):
+        (tmp_path / name).mkdir()
+    capsys.readouterr()
+    exported(shared, tmp_path / "out", "form=adapter")
+    warned = [line for line in capsys.readouterr().err.splitlines() if "was killed" in line]
+    assert warned == [
+        f"warning: {tmp_path}/.out-ab_9xyz0 is of an export that was killed; delete it, unless one runs now"
+    ]
+    assert len(list(tmp_path.iterdir())) == 4
+
+
 def test_damage_is_refused_by_file(by_module: Path, tmp_path: Path, errors_of: Any) -> None:
     """A flipped bit of the weights; the checkpoint before it is exported."""
     run = shutil.copytree(by_module, tmp_path / "run")
