@@ -1,7 +1,7 @@
 """Weights that runs, evaluations and servers begin with: compared with what was saved, before they are loaded.
 
 The adapter of a checkpoint is merged once, into `RUN/merged/checkpoint-N`, for all runs that start there. Such a folder
-can be made again, so where it is damaged it is.
+can be made again, so it is where it is damaged, or of another checkpoint than the run has now.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from mmrl.store.policy import (
     checkpoint_step,
     damage,
     is_complete,
+    is_made_of,
     resolve,
     run_config,
     source_of,
@@ -32,7 +33,7 @@ from mmrl.system.files import atomic_dir
 
 
 def merged(policy: Policy, model: ModelConfig) -> str:
-    """Return the folder of a checkpoint's base with its adapter merged into it, made where it is missing or damaged.
+    """Return the folder of a checkpoint's base with its adapter merged into it, made where it is not there.
 
     Args:
         policy: of a checkpoint with one adapter.
@@ -44,12 +45,12 @@ def merged(policy: Policy, model: ModelConfig) -> str:
     """
     checkpoint = Path(str(policy.adapter))
     target = checkpoint.parent.parent / MERGED / checkpoint.name
-    if not damage(target):
+    if not _problem(target, checkpoint):
         return str(target)
     target.parent.mkdir(exist_ok=True)
     # Several runs may start from these weights at the same time: one merges, and the others wait for it.
     with FileLock(target.with_name(f".{target.name}.lock")):
-        if problem := damage(target):
+        if problem := _problem(target, checkpoint):
             if target.is_dir():
                 print(f"warning: {problem}; merged again from {checkpoint}", file=sys.stderr, flush=True)
             # Also what a killed merge has left; the lock excludes any other.
@@ -60,8 +61,15 @@ def merged(policy: Policy, model: ModelConfig) -> str:
             with atomic_dir(target) as folder:
                 write_merged(policy.base, checkpoint, model.model_copy(update={"revision": revision}), folder)
                 write_tokenizer(checkpoint, [folder])
-                write_marker(folder, checkpoint_step(checkpoint))
+                write_marker(folder, checkpoint_step(checkpoint), checkpoint)
     return str(target)
+
+
+def _problem(target: Path, checkpoint: Path) -> str:
+    """Return why a checkpoint has to be merged again, in words; empty where it was merged into `target` as it is."""
+    if problem := damage(target):
+        return problem
+    return "" if is_made_of(target, checkpoint) else f"{target} was made of another {checkpoint.name}"
 
 
 def require_undamaged(policy: Policy, model: ModelConfig) -> None:

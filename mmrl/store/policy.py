@@ -112,6 +112,7 @@ class _Marker(BaseModel):
     files: dict[str, int]
     sha256: dict[str, str] = {}
     step: int | None = None
+    source: str | None = None
 
 
 class _Adapter(BaseModel):
@@ -130,11 +131,18 @@ def checkpoint_step(path: Path) -> int | None:
     return int(match.group(1)) if match else None
 
 
-def write_marker(folder: Path, step: int | None) -> None:
-    """Write the list of a folder's files, as the last of them; `step` is that of its name (`checkpoint_step`)."""
+def write_marker(folder: Path, step: int | None, source: Path | None = None) -> None:
+    """Write the list of a folder's files, as the last of them.
+
+    Args:
+        step: that of its name (`checkpoint_step`).
+        source: the checkpoint that it was made of.
+    """
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     sizes = {str(file.relative_to(folder)): file.stat().st_size for file in files}
     marker = {"step": step, "files": sizes, "sha256": dict(zip(sizes, map_threaded(file_digest, files), strict=True))}
+    if source is not None:
+        marker["source"] = file_digest(source / MARKER)
     (folder / MARKER).write_text(json.dumps(marker, indent=1), encoding="utf-8")
 
 
@@ -165,6 +173,11 @@ def damage(path: Path, only: Callable[[str], bool] = lambda name: True) -> str:
     files = {path / name: (size, marker.sha256.get(name)) for name, size in marker.files.items() if only(name)}
     changed = differences(files)
     return next((f"{file} {text}" for file, text in changed.items()), "")
+
+
+def is_made_of(folder: Path, source: Path) -> bool:
+    """Return whether a folder with a readable list (`damage`) was made of a checkpoint as that is now."""
+    return _Marker.model_validate_json((folder / MARKER).read_bytes()).source == file_digest(source / MARKER)
 
 
 def every_checkpoint(folder: Path) -> list[Path]:

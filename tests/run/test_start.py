@@ -5,6 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from mmrl.cli import main
 from mmrl.config import StageConfig
@@ -13,7 +15,7 @@ from mmrl.models.merged import merged, require_undamaged
 from mmrl.run.settle import stored_config
 from mmrl.sets.queue import _require_start
 from mmrl.store.policy import damage, resolve
-from tests.helpers.runs import EVAL, command, contents, flip
+from tests.helpers.runs import EVAL, command, contents, flip, forge
 
 LORA = "model.lora={r: 4, alpha: 8}"
 TYPED = ("model=", "model.path=", "model.lora=", "task=")
@@ -144,6 +146,23 @@ def test_a_run_goes_on_where_the_one_that_it_started_from_was_extended(name, at,
     # A set keeps finished runs, but not of a start that is gone.
     with pytest.raises(ConfigError, match=r"has another policy now .*; delete .*second to run it again"):
         _require_start(moved / "second", moved / "first")
+
+
+def test_a_checkpoint_that_is_another_now_is_merged_again(at, capsys):
+    """A run made anew in the same folder has a checkpoint of the same name."""
+    folder = at("lora")
+    policy, section = resolve("first"), stored_config(folder / "second", StageConfig).model
+    target, checkpoint = Path(merged(policy, section)), Path(policy.adapter)
+    before = load_file(target / "model.safetensors")
+    weights = load_file(checkpoint / "adapter_model.safetensors")
+    save_file({name: weight + 0.1 for name, weight in weights.items()}, checkpoint / "adapter_model.safetensors")
+    forge(checkpoint)
+    capsys.readouterr()
+    assert merged(policy, section) == str(target)
+    assert f"{target} was made of another {checkpoint.name}; merged again" in capsys.readouterr().err
+    after = load_file(target / "model.safetensors")
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    assert merged(policy, section) == str(target) and capsys.readouterr().err == ""
 
 
 def test_the_revision_of_a_base_is_that_of_the_run_that_trained_it(at, monkeypatch):
