@@ -26,7 +26,7 @@ from datasets import Dataset
 from mmrl.cli.configs import configured
 from mmrl.config import RlRunConfig
 from mmrl.engines.base import Completion, Engine, Request
-from mmrl.engines.embedded.batch_rows import eos_ids
+from mmrl.models.chat import eos_ids
 from mmrl.models.load import load_policy
 from mmrl.records import Example
 from mmrl.rollout.environment import make_environment, sampling_settings

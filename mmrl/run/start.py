@@ -15,10 +15,10 @@ from mmrl.errors import CheckpointError, ConfigError
 from mmrl.models.merged import merged, require_undamaged
 from mmrl.run.settle import announce_code, import_plugins, packages_of
 from mmrl.store.policy import (
-    MARKER,
     Policy,
     is_complete,
     kept_mark,
+    list_digest,
     pinned,
     prompts_of,
     resolve,
@@ -239,12 +239,10 @@ def _policy_at_start(run: Path, config: StageConfig) -> Policy | None:
 def _start_of(run: Path, policy: Policy, name: str) -> StartConfig:
     """Return what a run that starts from a policy of `run` keeps of it: what was typed, and its digests."""
     task, prompts = prompts_of(str(run))
-    # The list of a checkpoint's files has their digests; there is none where no weights were trained.
+    # There is none where no weights were trained.
     checkpoint = source_of(policy.adapter or policy.base)
     return StartConfig(
         run=name,
-        weights=file_digest(checkpoint / MARKER)
-        if checkpoint is not None and (checkpoint / MARKER).is_file()
-        else None,
+        weights=list_digest(checkpoint) if checkpoint is not None else None,
         prompts=file_digest(prompts_file(prompts, str(task))) if prompts is not None else None,
     )

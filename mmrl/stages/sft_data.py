@@ -35,7 +35,7 @@ def _without_nulls(value: Any) -> Any:
 
 def _of_record(value: object, info: ValidationInfo) -> Any:
     """Return what a record itself has of a value: in a table it has the keys of all records."""
-    return _without_nulls(value) if info.context["table"] else value
+    return _without_nulls(value) if (info.context or {}).get("table") else value
 
 
 class _Part(BaseModel, extra="forbid"):

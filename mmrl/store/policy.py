@@ -141,9 +141,8 @@ def write_marker(folder: Path, step: int | None, source: Path | None = None) -> 
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     sizes = {str(file.relative_to(folder)): file.stat().st_size for file in files}
     marker = {"step": step, "files": sizes, "sha256": dict(zip(sizes, map_threaded(file_digest, files), strict=True))}
-    if source is not None:
-        marker["source"] = file_digest(source / MARKER)
-    (folder / MARKER).write_text(json.dumps(marker, indent=1), encoding="utf-8")
+    made_of = {} if source is None else {"source": list_digest(source)}
+    (folder / MARKER).write_text(json.dumps(marker | made_of, indent=1), encoding="utf-8")
 
 
 def is_complete(path: Path) -> bool:
@@ -175,9 +174,14 @@ def damage(path: Path, only: Callable[[str], bool] = lambda name: True) -> str:
     return next((f"{file} {text}" for file, text in changed.items()), "")
 
 
+def list_digest(folder: Path) -> str | None:
+    """Return the digest of a folder's list, which has those of its files; None without one."""
+    return file_digest(folder / MARKER) if (folder / MARKER).is_file() else None
+
+
 def is_made_of(folder: Path, source: Path) -> bool:
     """Return whether a folder with a readable list (`damage`) was made of a checkpoint as that is now."""
-    return _Marker.model_validate_json((folder / MARKER).read_bytes()).source == file_digest(source / MARKER)
+    return _Marker.model_validate_json((folder / MARKER).read_bytes()).source == list_digest(source)
 
 
 def every_checkpoint(folder: Path) -> list[Path]:

@@ -328,5 +328,5 @@ def test_a_base_that_names_its_type_in_its_text_part_is_merged_in_it(
     stored["text_config"]["dtype"] = "bfloat16"
     file.write_text(json.dumps(stored))
     base = load_model(model, "cpu")
-    get_peft_model(base, lora_config(base, model.path, EVERYWHERE)).save_pretrained(tmp_path / "adapter")
+    get_peft_model(base, lora_config(base, model.path, EVERYWHERE)).save_pretrained(str(tmp_path / "adapter"))
     assert write_merged(model.path, tmp_path / "adapter", model, tmp_path / "merged") == "bfloat16"
