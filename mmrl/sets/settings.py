@@ -8,13 +8,13 @@ from mmrl.config.base import flattened, literal
 from mmrl.report.overview import Overview
 from mmrl.report.tables import Rows
 
-VARYING = ("seed", "run.", "hardware.", "engine.", "plugins", "policy", "start.", "task.prompts", "model.")
-"""Config paths in which runs of one cell may differ: where weights and prompts lie, and the machine."""
 NOT_VARIANTS = (
     *("seed", "run.", "hardware.", "engine.", "plugins", "train.save_every", "train.keep", "start"),
     *("model.date", "model.selfcheck"),
 )
 """Config paths that may differ between runs of one row: they do not change what is learned."""
+VARYING = (*NOT_VARIANTS, "policy", "task.prompts", "model.")
+"""Config paths in which the seeds of one cell may differ: these, and where weights and prompts lie."""
 STARTED = (*NOT_VARIANTS, "model.path", "model.revision", "task.prompts")
 """The same of runs that start from others, which have their weights and prompts from there."""
 PLACES = (

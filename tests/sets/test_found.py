@@ -362,6 +362,16 @@ def test_starts_that_were_trained_otherwise_are_rows_of_their_own(tmp_path):
     assert {"sft+grpo sft.algo.group_size=4", "sft+grpo sft.algo.group_size=8"} <= {*rows}
 
 
+def test_seeds_that_save_at_other_steps_are_averaged(tmp_path):
+    made(tmp_path / "a", after=0.6)
+    other = made(tmp_path / "b", seed=1, after=0.4)
+    config = RunDir.read(other).config
+    config["train"] |= {"save_every": 1, "keep": 9}
+    (other / "config.yaml").write_text(yaml.safe_dump(config))
+    (row,) = parts(found(tmp_path))["hotpotqa: f1 on dev"]
+    assert row["after"] == "0.500" and "not averaged" not in noted(tmp_path)
+
+
 def test_a_mapping_that_only_some_runs_have_makes_rows_of_their_own(tmp_path):
     made(tmp_path / "a", distill=None)
     made(tmp_path / "b", seed=1, distill={"answerer": "policy"})
