@@ -19,6 +19,7 @@ from typing import ClassVar, NamedTuple
 
 import pandas
 
+from mmrl.config.base import literal
 from mmrl.errors import MmrlError
 from mmrl.report.overview import Item, Overview
 from mmrl.report.stats import Difference, paired_difference, series, stratified_interval
@@ -82,6 +83,16 @@ class RunResult:
     def overview(self) -> Overview:
         """Overview of the run."""
         return self.chain[-1]
+
+    @property
+    def measure(self) -> str:
+        """The metric, with the metrics of the user's own that it may be made of."""
+        own = (
+            f"task.{key}={literal(value)}"
+            for key in ("metric", "metric_weights")
+            if (value := self.overview.get(f"task.{key}"))
+        )
+        return " ".join([self.metric, *own])
 
     @cached_property
     def costs(self) -> dict[str, float]:
@@ -319,8 +330,13 @@ class SetResult:
                 cell_runs = []
             started[pair] = sorted(cell_runs, key=lambda scored: scored.seed)
         for column in self.columns:
-            finished = [run.overview for row in self.rows for run in started.get((row, column), ()) if run.finished]
+            ended = {row: [run for run in started.get((row, column), ()) if run.finished] for row in self.rows}
+            finished = [run.overview for runs in ended.values() for run in runs]
             name = f"{column}: " if column else ""
+            measures = {row: runs[0].measure for row, runs in ended.items() if runs}
+            if len({*measures.values()}) > 1:
+                listed = "; ".join(f"{row} has {measure}" for row, measure in measures.items())
+                problems.append(f"{name}rows with other metrics are not compared: {listed}")
             if other := _conflict_of(finished):
                 problems.append(f"{name}rows that were asked other records are not compared: {other}")
             if edited := _edited(finished):
@@ -419,9 +435,10 @@ class SetResult:
         """Return the difference after training, `first` minus `second` on the same items.
 
         An item's score is its mean over the seeds that both finished; the interval is over items. None without a seed
-        or an item in common.
+        or an item in common, and where the scores are of other metrics or other records.
         """
-        if _conflict_of([run.overview for row in (first, second) for run in self.finished(row, column)]):
+        runs = [run for row in (first, second) for run in self.finished(row, column)]
+        if len({run.measure for run in runs}) > 1 or _conflict_of([run.overview for run in runs]):
             return None
         blocks = [self.block(row, column) for row in (first, second)]
         seeds = sorted(set(blocks[0].index) & set(blocks[1].index))

@@ -135,7 +135,8 @@ def learning_part(result: SetResult, column: str) -> Part:
     """Return the table that shows how much the started rows of a column learned."""
     runs_by_row = result.started_in(column)
     first = next(iter(runs_by_row.values()))[0]
-    title = f"{f'{column}: ' if column else ''}{first.metric} on {first.overview.split}"
+    metrics = ", ".join(dict.fromkeys(run.metric for runs in runs_by_row.values() for run in runs))
+    title = f"{f'{column}: ' if column else ''}{metrics} on {first.overview.split}"
     return Part(title, _summary_rows(result, column, runs_by_row), LEARNS)
 
 

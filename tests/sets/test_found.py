@@ -318,6 +318,25 @@ def test_runs_that_were_asked_other_records_under_one_id_are_not_compared(tmp_pa
     assert found(tmp_path).started("grpo", "hotpotqa") == []
 
 
+def test_rows_whose_scores_are_of_other_metrics_are_not_compared(tmp_path):
+    for name, metric in (("a", "mine:one"), ("b", "mine:two"), ("c", ["mine:one", "mine:two"])):
+        file = made(tmp_path / name, algo=f"algo_{name}") / "config.yaml"
+        config = yaml.safe_load(file.read_text())
+        config["task"] |= {"metric": metric, "metric_weights": [2.0, 1.0] if name == "c" else []}
+        file.write_text(yaml.safe_dump(config))
+    made(tmp_path / "d", algo="algo_d")
+    made(tmp_path / "e", algo="algo_e")
+    RunDir.read(made(tmp_path / "f", algo="algo_f")).write_summary({"main_metric": "em"})
+    shown = parts(found(tmp_path))
+    assert [row["pair"] for row in shown["hotpotqa: f1, em on dev, every pair"]] == ["algo_d - algo_e"]
+    said = (
+        "hotpotqa: rows with other metrics are not compared: algo_a has f1 task.metric=mine:one; "
+        "algo_b has f1 task.metric=mine:two; algo_c has f1 task.metric=[mine:one,mine:two] "
+        "task.metric_weights=[2.0,1.0]; algo_d has f1; algo_e has f1; algo_f has em"
+    )
+    assert said in noted(tmp_path)
+
+
 def test_code_of_ones_own_that_was_edited_between_runs_is_named(tmp_path):
     for name, algo, digest in (("a", "grpo", "1"), ("b", "mhgpo_rr", "2")):
         file = made(tmp_path / name, algo=algo) / "environment.json"
