@@ -10,6 +10,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -25,7 +26,7 @@ from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
 from mmrl.stages import Stage
 from mmrl.stages.step_log import StepLog
-from mmrl.stages.step_metrics import failed_share, module_metrics, never_metrics, refuse_context
+from mmrl.stages.step_metrics import counted_metrics, failed_share, module_metrics, never_metrics, refuse_context
 from mmrl.system.files import append_jsonl, atomic_write, dumps, read_jsonl, repair_jsonl
 from mmrl.system.processes import ALONE, Processes
 from mmrl.system.replies import one_line
@@ -59,8 +60,8 @@ def evaluate(
 
     Returns:
         One item per example: id, means over samples of reward and metrics, errors. Failed rollouts score 0, or what
-        the task's `failed_metrics` say. Only those of the chunks until more than `settings.max_failed_share` of the
-        rollouts had failed from outside causes.
+        the task's `failed_metrics` say; failures of the model `task.failure_score` where that is below 0. Only those
+        of the chunks until more than `settings.max_failed_share` of the rollouts had failed from outside causes.
     """
     # The first ones and no random choice: evaluations of different runs are compared item by item.
     selected = list(examples[: settings.items] if settings.items else examples)
@@ -269,11 +270,11 @@ def item_results(
     items: list[Item] = []
     for example in forest.examples:
         rollouts = [r for r in forest.rollouts if r.example == example]
-        counted = [{**failed, **r.metrics} if r.error else r.metrics for r in rollouts]
+        counted = [counted_metrics(rollout, failed) for rollout in rollouts]
         metrics = {name: fmean(values.get(name, 0.0) for values in counted) for name in names}
-        # Every failure counts 0 in an evaluation, whatever `task.failure_score` trains it with.
+        # A failure counts 0 in an evaluation, or less where `task.failure_score` is below 0; never more.
         if scored:
-            metrics["reward"] = fmean(0.0 if r.error else r.reward or 0.0 for r in rollouts)
+            metrics["reward"] = fmean(min(r.reward or 0.0, 0.0 if r.error else inf) for r in rollouts)
         items.append(
             {
                 "id": example,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import combinations
+from math import inf
 from statistics import fmean, pstdev
 
 from mmrl.credit.entries import Entry
@@ -84,7 +85,7 @@ def turn_metrics(forest: Forest, without: Collection[str] = ()) -> dict[str, flo
 
 
 def rollout_metrics(rollouts: Sequence[Rollout], failed: Mapping[str, float] = EMPTY) -> dict[str, float]:
-    """Return the rewards over credited rollouts; task metrics over all, failed ones as `failed` says, else 0."""
+    """Return the rewards over credited rollouts; task metrics over all, as `counted_metrics`, else 0."""
     rewards = [r.reward for r in rollouts if r.reward is not None]
     errors = [r.error for r in rollouts]
     metrics = {"rollouts/count": float(len(rollouts)), "rollouts/failed_share": failed_share(errors)}
@@ -97,12 +98,18 @@ def rollout_metrics(rollouts: Sequence[Rollout], failed: Mapping[str, float] = E
             "reward/min": min(rewards),
             "reward/max": max(rewards),
         }
-    names = dict.fromkeys(name for r in rollouts for name in r.metrics)
-    for name in names:
-        metrics[f"task/{name}"] = fmean(
-            r.metrics.get(name, failed.get(name, 0.0) if r.error else 0.0) for r in rollouts
-        )
+    counted = [counted_metrics(rollout, failed) for rollout in rollouts]
+    for name in dict.fromkeys(name for r in rollouts for name in r.metrics):
+        metrics[f"task/{name}"] = fmean(values.get(name, 0.0) for values in counted)
     return metrics
+
+
+def counted_metrics(rollout: Rollout, failed: Mapping[str, float]) -> Mapping[str, float]:
+    """Return the metrics of a rollout; of a failed one those of `failed` too, from outside at least 0."""
+    if not rollout.error:
+        return rollout.metrics
+    least = -inf if rollout.error in MODEL_CAUSED else 0.0
+    return {**{name: max(value, least) for name, value in failed.items()}, **rollout.metrics}
 
 
 def failed_share(errors: Sequence[str | None]) -> float:

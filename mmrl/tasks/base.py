@@ -305,8 +305,13 @@ class Task(ABC):
     # cached, not a plain property: an instance may also set them
     @cached_property
     def failed_metrics(self) -> Mapping[str, float]:
-        """Official metrics -> the value that a failed rollout counts in an evaluation, so that all are reported."""
-        return {self.main_metric: 0.0}
+        """Official metrics -> the value that a failed rollout counts in an evaluation, so that all are reported.
+
+        What is below 0 holds for failures of the model alone.
+        """
+        # Where outcomes may be below 0, a rollout that breaks must not look better than one that loses.
+        is_reward = self.main_metric in ("reward", "score")
+        return {self.main_metric: min(0.0, self.failure_score) if is_reward else 0.0}
 
     @cached_property
     def absent_features(self) -> Collection[str]:

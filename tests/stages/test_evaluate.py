@@ -9,7 +9,7 @@ import pytest
 
 from mmrl.config import EvalConfig
 from mmrl.config.tasks import task_schema
-from mmrl.errors import ConfigError, LengthFailure, ParseFailure, ToolFailure, TooManyFailures
+from mmrl.errors import ConfigError, LengthFailure, LimitFailure, ParseFailure, ToolFailure, TooManyFailures
 from mmrl.records import Example
 from mmrl.stages import evaluate as module
 from mmrl.stages.evaluate import (
@@ -197,6 +197,19 @@ def test_a_task_says_what_a_failed_rollout_counts_in_its_official_metrics(monkey
     items, _ = run(None, task, monkeypatch=monkeypatch)
     assert {len(item["errors"]) for item in items} > {1}
     assert all(item["metrics"]["leakage"] == len(item["errors"]) / 2 for item in items)
+
+
+@pytest.mark.parametrize(
+    ("error", "failure_score", "counted"),
+    [(LimitFailure, -1.0, -1.0), (LimitFailure, 0.5, 0.0), (ToolFailure, -1.0, 0.0)],
+)
+def test_a_rollout_that_breaks_looks_no_better_than_one_that_loses(error, failure_score, counted, monkeypatch):
+    task = failing(error=error)
+    task.failure_score = failure_score
+    items, _ = run(None, task, settings=TOLERANT, monkeypatch=monkeypatch)
+    assert all(item["metrics"] == {"reward": counted, "score": counted} for item in items)
+    # A metric beside the reward, which may have no values below 0.
+    assert FakeTask(Chain(), main_metric="em", failure_score=-1.0).failed_metrics == {"em": 0.0}
 
 
 NEEDED: dict[str, dict[str, Any]] = {
