@@ -25,7 +25,7 @@ from mmrl.report import browser
 from mmrl.report.charts import DARK_CSS, evaluation_curve, lines_over_steps, reward_curve
 from mmrl.report.items import item_rows, run_facts, score_rows
 from mmrl.report.overview import Overview, damage_named
-from mmrl.report.stats import ROUNDING, duration, fixed, learning, module_facts, series, signed
+from mmrl.report.stats import RISING, ROUNDING, duration, fixed, learning, module_facts, series, signed
 from mmrl.report.tables import before_after_rows, interval, module_rows
 from mmrl.report.text import clean
 from mmrl.report.trees import read_tokenizer
@@ -83,6 +83,7 @@ def write_report(overview: Overview) -> Path:
         title=overview.name,
         facts=" · ".join(run_facts(overview)),
         differences=before_after_rows(overview.differences),
+        rising={*RISING, overview.main_metric},
         evaluations=overview.evaluations,
         scores=list(_scores(overview)) if overview.evaluates else [],
         curves=curves,

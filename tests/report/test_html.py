@@ -112,6 +112,18 @@ def test_a_chart_has_its_values_for_the_pointer_and_says_what_is_a_mean(page):
     assert "thick lines are means of the last 5 steps" in " ".join(page.split())
 
 
+def test_only_what_should_rise_is_coloured_by_its_rise(tmp_path):
+    with fake_run(tmp_path / "run", steps=0, evaluate=False) as run:
+        for step in (0, 1):
+            told = {"points": 1.0 - step, "quality": float(step), "leakage": float(step)}
+            append_jsonl(run.eval_path(step, "dev"), [{"id": f"d{n}", "metrics": told} for n in range(30)])
+            run.append_metrics(step, {f"eval/dev/{name}{end}": told[name] for name in told for end in ("", "_low")})
+        run.write_summary({"main_metric": "points"})
+    page = report_run(tmp_path / "run").read_text()
+    colours = dict(re.findall(r'<div class="soft">(\w+) on dev</div>.*?<div class="(\w+)">\s', page, re.DOTALL))
+    assert colours == {"points": "bad", "quality": "good", "leakage": "soft"}
+
+
 def test_each_thing_has_one_chart(tmp_path):
     """The sampler's estimate of the entropy, and the mean over modules, are drawn where nothing better is there."""
     for entropy in (True, False):
