@@ -193,9 +193,14 @@ class Overview:
         return modules_in(self.training)
 
     @property
+    def recorded_metric(self) -> str:
+        """The task's main metric as the run wrote it down; empty of a run of an earlier version before its end."""
+        return str(self.summary.get("main_metric") or self.environment.get("main_metric") or "")
+
+    @property
     def main_metric(self) -> str | None:
         """The evaluation metric shown first."""
-        preferred = (self.summary.get("main_metric"), "em", "accuracy", "f1", "reward")
+        preferred = (self.recorded_metric, "em", "accuracy", "f1", "reward")
         names = self.metric_names(self.split)
         return next((str(name) for name in preferred if name in names), names[0] if names else None)
 

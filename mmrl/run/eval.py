@@ -67,6 +67,7 @@ def _evaluate(settled: Settled[EvalRunConfig], rundir: RunDir) -> None:
     config = settled.config
     torch.set_num_threads(config.hardware.threads or 1)
     task = build_task(config.task, config.seed)
+    rundir.note_main_metric(task.main_metric)
     policy = served(config)
     require_undamaged(policy, config.model)
     examples, subset = evaluated(task, config, config.split)

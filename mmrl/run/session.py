@@ -310,6 +310,8 @@ def session(
         stage: Stage[RootConfig] | None = None
         try:
             with storage(rundir.path):
+                if processes.main:
+                    rundir.note_main_metric(metric)
                 stage = build_stage(config, task, log)
                 try:
                     examples, subset = evaluated(task, config, config.eval.split)

@@ -376,8 +376,8 @@ class SetResult:
     def metric(self, row: str, column: str) -> str:
         """Return the metric of a cell: the task's main one, which programs of the user's may choose by run."""
         runs = self.runs[row, column]
-        summaries = (overview.summary for run in runs if (overview := self.overview(run.path)) is not None)
-        return next((str(name) for summary in summaries if (name := summary.get("main_metric"))), runs[0].metric)
+        overviews = (overview for run in runs if (overview := self.overview(run.path)) is not None)
+        return next((name for overview in overviews if (name := overview.recorded_metric)), runs[0].metric)
 
     def made_otherwise(self, row: str, column: str) -> bool:
         """True if runs of a cell have other settings than the set's."""

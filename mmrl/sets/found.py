@@ -35,7 +35,7 @@ def set_of_run_dirs(name: str, paths: Sequence[Path], shows: str = "runs side by
     notes: list[str] = []
     for (task, split), members in tasks.items():
         column = f"{task} ({split})" if several_splits else task
-        recorded = next((str(metric) for run in members if (metric := run.summary.get("main_metric"))), "")
+        recorded = next((metric for run in members if (metric := run.recorded_metric)), "")
         metric = recorded or main_metrics().get(task) or members[0].main_metric or ""
         rows: dict[str, list[Overview]] = {}
         for label, run in zip(_labels(members), members, strict=True):

@@ -171,6 +171,10 @@ class RunDir:
             raise CheckpointError(f"{path}: {problem}")
         return cls(path)
 
+    def note_main_metric(self, name: str) -> None:
+        """Write the task's main metric into `environment.json`: the run is read before its summary is there."""
+        atomic_write(self.path / "environment.json", dumps({**self.environment, "main_metric": name}, indent=1) + "\n")
+
     # --- its examples
 
     def note_examples(self, split: str, examples: Iterable[Example]) -> None:
@@ -262,7 +266,7 @@ class RunDir:
 
     @property
     def environment(self) -> JsonObject:
-        """Machine, versions, git state, and the config at the start; empty when missing."""
+        """Machine, versions, git state, the config at the start, and the task's main metric; empty when missing."""
         return read_object(self.path / "environment.json")
 
     @property

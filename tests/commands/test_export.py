@@ -240,6 +240,10 @@ def test_best_is_the_best_evaluated_step(by_module: Path, tmp_path: Path, capsys
     capsys.readouterr()
     exported(run, tmp_path / "best", "checkpoint=best")
     assert "best of the steps with a checkpoint: 1, f1 0.9000 on dev" in capsys.readouterr().out
+    # The same before the run has a summary.
+    (run / "summary.json").unlink()
+    exported(run, tmp_path / "early", "checkpoint=best")
+    assert "best of the steps with a checkpoint: 1, f1 0.9000 on dev" in capsys.readouterr().out
     shutil.rmtree(run / "checkpoints" / "checkpoint-1")
     exported(run, tmp_path / "left", "checkpoint=best")
     shown = capsys.readouterr().out

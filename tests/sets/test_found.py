@@ -402,3 +402,6 @@ def test_the_metric_is_the_one_that_runs_have_recorded(tmp_path):
     run = RunDir.read(made(tmp_path / "a"))
     run.write_summary({"main_metric": "em"})
     assert found(tmp_path).metric("mhgpo_rr", "hotpotqa") == "em"
+    other = RunDir.read(made(tmp_path / "b", algo="grpo", done=False))
+    other.note_main_metric("accuracy")
+    assert found(tmp_path).metric("grpo", "hotpotqa") == "accuracy", "of a run that goes on, too"
