@@ -29,6 +29,8 @@ MUST_BE_FINITE = ("train/loss", "train/grad_norm", "train/kl", "reward/mean")
 
 CUT_SHARE = "/finish_length_share"
 """End of the keys of the share of replies that are cut."""
+_LOST_KEY = re.compile(f"(eval/[^/]+/){LOST}")
+"""The name of what an evaluation lost of a metric."""
 MODULES = ("module/", "turn/")
 """Beginnings of the keys of modules and turns."""
 ALL_FAILED = 0.95
@@ -70,7 +72,7 @@ def alarms(history: History, window: int = WINDOW, extra: Sequence[AlarmRule] = 
     table = (*rules(history, window), *extra)
     raised = [alarm for rule in table for key in rule.keys for alarm in _rung(rule, key, history, window)]
     raised += [alarm for key in MUST_BE_FINITE for alarm in _not_finite(history, key)]
-    raised += [alarm for key in keys_in(history) if key.endswith(LOST) for alarm in _unlearned(history, key)]
+    raised += [alarm for key in keys_in(history) if _LOST_KEY.match(key) for alarm in _unlearned(history, key)]
     return sorted(_with_causes(raised, history), key=lambda alarm: (alarm.step, alarm.name, alarm.key))
 
 
@@ -282,12 +284,12 @@ def _not_finite(history: History, key: str) -> list[Alarm]:
 
 def _unlearned(history: History, key: str) -> list[Alarm]:
     # Each evaluation counts by itself; one that has not lost anything does not have the metric.
-    name = key.removesuffix(LOST)
+    name = _LOST_KEY.sub(r"\1", key)
     steps, _ = series(history, name)
     losses = np.array([number(record.get(key)) or 0.0 for record in history if number(record.get(name)) is not None])
 
     def message(index: int) -> str:
-        return ADVICE["unlearned"].text(float(losses[index]), subject=name.rpartition("/")[2])
+        return ADVICE["unlearned"].text(float(losses[index]), subject=key.partition(LOST)[2])
 
     return _stretches("unlearned", key, steps, losses > 0, message)
 

@@ -187,8 +187,8 @@ RISING = {
 """Metrics of tasks that are better the higher they are."""
 LEAST_ITEMS, LEAST_SHARE = 20, 0.05
 """`lost`: items of which an interval says something, and the share of a metric whose loss is worth a word."""
-LOST = "_lost"
-"""End of the keys that say by how much at least a metric of `RISING` fell in training."""
+LOST = "lost/"
+"""Beginning of the names that say by how much at least a metric of `RISING` fell in training."""
 _CELLS = 2_000_000
 """Resampled values held in memory at once."""
 
@@ -311,9 +311,9 @@ def compare_items(
 def lost(
     before: Sequence[JsonObject], after: Sequence[JsonObject], seed: int, resamples: int, main_metric: str
 ) -> dict[str, float]:
-    """Return `<metric>_lost`, the end of the paired interval next to 0, of metrics that fell by a twentieth or more."""
+    """Return `lost/<metric>`, the end of the paired interval next to 0, of metrics that fell by a twentieth or more."""
     return {
-        f"{name}{LOST}": -difference.high
+        f"{LOST}{name}": -difference.high
         for name, difference in compare_items(before, after, seed, resamples).items()
         if name in RISING | {main_metric} and difference.n >= LEAST_ITEMS
         if difference.high < min(0.0, -LEAST_SHARE * difference.before)

@@ -231,7 +231,7 @@ class Score:
     """Call id -> intermediate reward; only for reward sets with turn rewards, never for the last call."""
 
 
-RESERVED = re.compile(r"|n|reward|failed_share|model_failed|caught_parse|.*_(low|high)|(module|failed)/.*")
+RESERVED = re.compile(r"|n|reward|failed_share|model_failed|caught_parse|.*_(low|high)|(module|failed|lost)/.*")
 """Names of metrics that evaluations give to numbers of their own (`stages.evaluate.evaluation_metrics`)."""
 
 

@@ -8,6 +8,7 @@ import pytest
 from mmrl.report.advice import ADVICE
 from mmrl.report.alarms import alarms
 from mmrl.report.stats import lost
+from mmrl.tasks.base import RESERVED
 from tests.helpers import TOP
 
 
@@ -229,18 +230,29 @@ def test_what_an_evaluation_has_lost_beyond_chance_rings_until_it_is_back():
     worse = items(enumerate([1] * 8 + [0] * 32))
     ((key, value),) = lost(before, worse, 0, 1000, "f1").items()
     # 12 of 40 items lost it; words went up, of which no alarm says whether that is good.
-    assert key == "gold_selected_lost"
+    assert key == "lost/gold_selected"
     assert 0.1 < value < 0.3
     assert lost(before, items(enumerate([1] * 19 + [0] * 21)), 0, 1000, "f1") == {}, "one item may be chance"
     assert lost(before[10:29], worse[10:29], 0, 1000, "f1") == {}, "few items"
     assert lost(worse, before, 0, 1000, "f1") == {}, "a gain"
     score = "eval/dev/gold_selected"
-    curve = [{"step": 0, score: 0.5}, {"step": 10, score: 0.2, f"{score}_lost": value}, {"step": 20, score: 0.5}]
+    curve = [
+        {"step": 0, score: 0.5},
+        {"step": 10, score: 0.2, "eval/dev/lost/gold_selected": value},
+        {"step": 20, score: 0.5},
+    ]
     (alarm,) = alarms(curve)
     assert (alarm.name, alarm.step, alarm.until) == ("unlearned", 10, 10)
     assert "of gold_selected or more since before training" in alarm.message
     # As runs look at it: without the evaluation before training.
     assert [(other.name, other.step) for other in alarms(curve[1:])] == [("unlearned", 10)]
+
+
+def test_a_metric_of_ones_own_may_be_called_lost():
+    """As points that a game counts: `points_lost` beside `points`, in evaluations and in training."""
+    names = ("eval/dev/points", "eval/dev/points_lost", "task/lost/points", "task/points_lost")
+    assert alarms([{"step": step} | dict.fromkeys(names, 3.0) for step in range(9)]) == []
+    assert RESERVED.fullmatch("lost/points") and not RESERVED.fullmatch("points_lost")
 
 
 def test_a_loss_of_less_than_a_twentieth_is_no_alarm():
@@ -249,4 +261,4 @@ def test_a_loss_of_less_than_a_twentieth_is_no_alarm():
 
     before = items([0.95] * 400)
     assert lost(before, items([0.91] * 400), 0, 1000, "f1") == {}, "beyond chance, and small"
-    assert lost(before, items([0.90] * 400), 0, 1000, "f1") == {"gold_retrieved_lost": pytest.approx(0.05)}
+    assert lost(before, items([0.90] * 400), 0, 1000, "f1") == {"lost/gold_retrieved": pytest.approx(0.05)}

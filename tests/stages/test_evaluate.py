@@ -163,12 +163,12 @@ def test_an_evaluation_in_or_after_training_says_what_was_lost(tmp_path):
     with RunDir.create(tmp_path / "run", {"algo": {}}, []) as rundir:
         run = evaluations(rundir, task, engine, quiet_progress(), examples)
         run.baseline()
-        assert not any(key.endswith("_lost") for key in rundir.history()[0])
+        assert not any("lost/" in key for key in rundir.history()[0])
         letter[0] = "z"
         found = run.metrics(2)
     # Each item alike: three letters of which none counts any more.
-    assert found["eval/dev/score_lost"] == pytest.approx(0.3)
-    assert found["eval/dev/reward_lost"] == pytest.approx(0.3)
+    assert found["eval/dev/lost/score"] == pytest.approx(0.3)
+    assert found["eval/dev/lost/reward"] == pytest.approx(0.3)
 
 
 def test_rollouts_that_the_model_spoilt_are_counted_apart(monkeypatch):
