@@ -342,7 +342,7 @@ def evaluation_metrics(items: Sequence[Item], settings: EvalConfig, seed: int) -
             modules[name].append(value)
     # Numbers of calls depend on how many items there are; all other module facts are means.
     metrics |= {
-        f"module/{name}": fmean(values) for name, values in sorted(modules.items()) if not name.endswith("calls")
+        f"module/{name}": fmean(values) for name, values in sorted(modules.items()) if not name.endswith("/calls")
     }
     metrics["failed_share"] = fmean(item["failed_share"] for item in items) if items else 0.0
     metrics["model_failed"] = float(sum(error in MODEL_CAUSED for item in items for error in item["errors"]))

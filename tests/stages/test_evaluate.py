@@ -80,6 +80,9 @@ def test_items_are_means_over_samples_and_the_interval_holds_the_mean(monkeypatc
     assert metrics["score_low"] <= mean <= metrics["score_high"]
     assert metrics["n"] == 8
     assert "module/a/length" in metrics
+    told = [{**item, "modules": item["modules"] | {"a/tool_calls": 2.0}} for item in items]
+    metrics = evaluation_metrics(told, SETTINGS, 0)
+    assert metrics["module/a/tool_calls"] == 2 and "module/a/calls" not in metrics
 
 
 def test_failed_rollouts_score_zero_and_are_counted(monkeypatch):
