@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import ClassVar, NamedTuple
@@ -337,6 +337,10 @@ class SetResult:
             if len({*measures.values()}) > 1:
                 listed = "; ".join(f"{row} has {measure}" for row, measure in measures.items())
                 problems.append(f"{name}rows with other metrics are not compared: {listed}")
+            seeds = {row: {run.seed for run in runs if len(run.after)} for row, runs in ended.items()}
+            pairs = combinations([row for row in seeds if seeds[row]], 2)
+            if apart := [f"{one} and {other}" for one, other in pairs if not seeds[one] & seeds[other]]:
+                problems.append(f"{name}not compared, no seed in common: {', '.join(apart)}")
             if other := _conflict_of(finished):
                 problems.append(f"{name}rows that were asked other records are not compared: {other}")
             if edited := _edited(finished):

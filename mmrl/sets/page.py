@@ -118,8 +118,8 @@ def _training_parts(result: SetResult, column: str) -> list[Part]:
     title, prefix = parts[0].title, f"{column}: " if column else ""
     evaluated_rows = [row for row, runs in runs_by_row.items() if any(run.finished and len(run.after) for run in runs)]
     # Unfinished runs would be compared at different steps.
-    if len(evaluated_rows) > 1:
-        parts.append(Part(f"{title}, every pair", _pair_rows(result, column, evaluated_rows), AGAINST))
+    if len(pairs := _pair_rows(result, column, evaluated_rows)) > 1:
+        parts.append(Part(f"{title}, every pair", pairs, AGAINST))
     if len(runs_by_row) > 1:
         settings = difference_rows({row: runs[0].overview for row, runs in runs_by_row.items()})
         note = DIFFERENCES if len(settings) > 1 else f"{DIFFERENCES} Here there are none."

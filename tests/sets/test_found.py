@@ -163,9 +163,17 @@ def test_every_pair_has_its_interval_on_common_seeds_and_items_the_better_first(
     assert pair["pair"] == "is - fof" and pair["difference"] == "+0.300"
     low, high = map(float, pair["95 % interval"].strip("[]").split(", "))
     assert 0 < low <= 0.3 <= high
+    assert "hotpotqa: not compared, no seed in common: fof and mm, is and mm" in noted(tmp_path)
     forth = result.against("is", "fof", "hotpotqa")
     back = result.against("fof", "is", "hotpotqa")
     assert (forth.low, forth.high) == pytest.approx((-back.high, -back.low)), "one draw, seen from both sides"
+
+
+def test_rows_that_cannot_be_compared_have_no_table_of_pairs(tmp_path):
+    for seed, algo in enumerate(("fof", "is")):
+        made(tmp_path / algo, algo=algo, seed=seed)
+    assert not [title for title in parts(found(tmp_path)) if "pair" in title]
+    assert "hotpotqa: not compared, no seed in common: fof and is" in noted(tmp_path)
 
 
 def test_curves_are_means_with_the_range_of_seeds(tmp_path):
