@@ -12,7 +12,6 @@ import math
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Concatenate, ParamSpec, TextIO, cast
@@ -48,7 +47,8 @@ Arguments = ParamSpec("Arguments")
 
 
 HISTORY = 400
-"""Last steps that the display and its alarms look at, so that its cost does not grow with the run; reports have all."""
+"""Steps up to which alarms are looked for after each one; after n times as many at every n-th, since they look at all
+steps and their cost should not grow with the run."""
 PLAIN_LINES = 30
 """About this many plain lines for a whole run..."""
 PLAIN_SECONDS = 60.0
@@ -148,7 +148,7 @@ class Progress:
             # rich draws in a notebook by its widgets alone, and warns at each refresh where there are none
             self._console = Console(file=sys.stderr, highlight=False, force_jupyter=False, force_terminal=False)
         self._ascii = not (self._console.encoding or "").lower().startswith("utf")
-        self._history: deque[JsonObject] = deque(maxlen=HISTORY)
+        self._history: list[JsonObject] = []
         self._evaluations: dict[str, list[tuple[int, Metrics]]] = {}
         # An endless period: evaluations between steps are part of the pace, however long they take.
         self._bars = Bars(console=self._console, auto_refresh=False, speed_estimate_period=math.inf)
@@ -200,7 +200,8 @@ class Progress:
         self._bars.update(self._task.id, pace=self._pace())
         self._history.append({**metrics, "step": step})
         # Before drawing, so that the display shows the alarms of this very step.
-        self._alarms = [alarm for alarm in alarms(list(self._history)) if alarm.until is None]
+        if len(self._history) % max(1, len(self._history) // HISTORY) == 0:
+            self._alarms = [alarm for alarm in alarms(self._history) if alarm.until is None]
         self._status = None
         self._draw()
         for alarm in self._alarms:
@@ -337,7 +338,7 @@ class Progress:
     def _curves(self, room: int) -> Rows:
         """Return rows of reward and evaluations: name, newest value, curve of at most `room` characters or notes."""
         rows = []
-        name, _, curve = learning(list(self._history))
+        name, _, curve = learning(self._history)
         if len(curve):
             note = f"best {short(curve.max())}" if name == "reward" else ""
             rows.append([name, short(curve[-1]), f"{sparkline(list(curve), room, ascii_only=self._ascii)}  {note}"])

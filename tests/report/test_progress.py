@@ -1,6 +1,7 @@
 """The progress display: right in a terminal, quiet elsewhere, and never the end of a run."""
 
 import io
+import math
 import re
 import sys
 
@@ -184,6 +185,15 @@ def test_an_alarm_is_said_once():
         for step in range(1, 30):
             progress.step(step, {"reward/mean": 0.5, "credit/zero_variance_share": 1.0})
     assert written(console).count("alarm zero_variance") == 1
+
+
+def test_a_slow_change_since_the_first_steps_rings_in_a_long_run():
+    """Entropy falls by e in 200 steps; a mean of five is a twentieth of the first one, that of step 5, after 599.1."""
+    console = pipe()
+    with Progress(total=2000, console=console) as progress:
+        for step in range(1, 610):
+            progress.step(step, {"reward/mean": 0.5, "module/a/entropy": math.exp(-step / 200)})
+    assert "alarm entropy_collapse at step 605 (module/a/entropy)" in written(console)
 
 
 class Broken(io.StringIO):
