@@ -312,6 +312,8 @@ def session(
             with storage(rundir.path):
                 if processes.main:
                     rundir.note_main_metric(metric)
+                    if isinstance(config, WeightRunConfig):  # an optimiser of prompts begins anew
+                        rundir.note_resumed(done)
                 stage = build_stage(config, task, log)
                 try:
                     examples, subset = evaluated(task, config, config.eval.split)

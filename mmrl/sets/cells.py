@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property, lru_cache
 from itertools import combinations, pairwise
+from math import inf
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import ClassVar, NamedTuple
@@ -100,7 +101,7 @@ class RunResult:
         totals = pandas.DataFrame([record for run in self.chain for record in run.history])
         totals = totals.select_dtypes("number").sum()
         costs = {name: float(sum(totals.get(key, 0.0) for key in keys)) for name, keys in COUNTS.items()}
-        costs["USD"] += sum(_paid(series(run.history, key)[1].tolist()) for run in self.chain for key in MONEY)
+        costs["USD"] += sum(_paid(run, key) for run in self.chain for key in MONEY)
         return costs
 
     @property
@@ -514,9 +515,17 @@ class SetResult:
         return [*notes, *self.spec.notes]
 
 
-def _paid(values: Sequence[float]) -> float:
+def _paid(run: Overview, key: str) -> float:
     """Return the sum over process starts of a counter that restarts at 0 with each process."""
-    return sum(value for value, following in pairwise([*values, 0.0]) if following < value)
+    steps, values = series(run.history, key)
+    points = [*zip(steps.tolist(), values.tolist(), strict=True), (inf, 0.0)]
+    # Where a start is not recorded, as in runs of earlier versions, a counter that fell tells of it.
+    starts = [start["step"] for start in run.environment.get("resumed") or () if "step" in start]
+    return sum(
+        value
+        for (step, value), (later, following) in pairwise(points)
+        if following < value or any(step <= start < later for start in starts)
+    )
 
 
 def item_means(block: pandas.DataFrame) -> pandas.Series[float]:

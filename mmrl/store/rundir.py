@@ -175,6 +175,13 @@ class RunDir:
         """Write the task's main metric into `environment.json`: the run is read before its summary is there."""
         atomic_write(self.path / "environment.json", dumps({**self.environment, "main_metric": name}, indent=1) + "\n")
 
+    def note_resumed(self, step: int) -> None:
+        """Write into `environment.json` after which step the newest start goes on, if it continues a run."""
+        facts = self.environment
+        if resumed := facts.get("resumed"):
+            resumed[-1]["step"] = step
+            atomic_write(self.path / "environment.json", dumps(facts, indent=1) + "\n")
+
     # --- its examples
 
     def note_examples(self, split: str, examples: Iterable[Example]) -> None:

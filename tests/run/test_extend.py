@@ -37,6 +37,7 @@ def test_two_steps_and_two_more_are_four_bit_for_bit(short, random_model, tmp_pa
     assert weights(run, 4) == weights(whole, 4)
     for step in (3, 4):
         assert seen.journal_path(step).read_bytes() == expected.journal_path(step).read_bytes()
+    assert seen.environment["resumed"][-1]["step"] == 2, "costs are counted anew from there"
     # the first segment and the config stay as they were
     (segment,) = seen.segments
     assert (segment["steps"], segment["done"], segment["summary"]) == (4, 2, before)

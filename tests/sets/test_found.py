@@ -345,6 +345,18 @@ def test_rows_whose_scores_are_of_other_metrics_are_not_compared(tmp_path):
     assert said in noted(tmp_path)
 
 
+@pytest.mark.parametrize(("steps", "paid"), [([2], 5.0), ([2, 2, 3], 7.0), ([], 3.0)])
+def test_what_each_start_has_paid_is_summed(steps, paid, tmp_path):
+    """2 USD when the run was stopped after step 2, then 2 and 3 of a process that counts from 0 again."""
+    run = RunDir.read(made(tmp_path / "a", before=None))
+    for step, cost in ((1, 1.0), (2, 2.0), (3, 2.0), (4, 3.0)):
+        append_jsonl(run.metrics_path, [{"step": step, "endpoint/judge/cost": cost}])
+    environment = run.path / "environment.json"
+    environment.write_text(json.dumps({"resumed": [{"step": step} for step in steps]}))
+    (scored,) = found(tmp_path).started("mhgpo_rr", "hotpotqa")
+    assert scored.costs["USD"] == paid
+
+
 def test_code_of_ones_own_that_was_edited_between_runs_is_named(tmp_path):
     for name, algo, digest in (("a", "grpo", "1"), ("b", "mhgpo_rr", "2")):
         file = made(tmp_path / name, algo=algo) / "environment.json"
