@@ -1,8 +1,8 @@
 """Copies of the metrics for the tracking services of accelerate (`run.report_to`); `metrics.jsonl` stays the record.
 
-`accelerate.tracking` speaks to the services. Added here: files lie in the run directory, a resumed run continues its
-curves, wandb is offline without a key and says so, some calls of each step go along as texts, no secret leaves, and a
-service that fails does not end the run.
+`accelerate.tracking` speaks to the services. Added here: files lie in the run directory, a resumed run continues
+its curves in wandb and TensorBoard, wandb is offline without a key and says so, some calls of each step go along as
+texts, no secret leaves, and a service that fails does not end the run.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 
 WITH_TEXTS = ("wandb", "tensorboard")
+STEP = "step"
+"""wandb's axis: its own step never goes back, so it would drop the steps that a resumed run does again."""
 COLUMNS = ("step", "example", "module", "prompt", "completion", "reward", "advantage")
 SENT_CHARACTERS = {"prompt": (500, 1500), "completion": (1500, 500)}
 """Characters at the start and at the end of a long text that are sent."""
@@ -51,7 +53,14 @@ class Trackers:
     def log(self, step: int, metrics: Mapping[str, object]) -> None:
         """Pass the finite numbers of a step to the trackers."""
         finite = {key: value for key, raw in metrics.items() if (value := number(raw)) is not None}
-        self._each(lambda tracker: tracker.log(finite, step=step))
+
+        def send(tracker: GeneralTracker) -> None:
+            if tracker.name == "wandb":
+                tracker.log({**finite, STEP: step})
+            else:
+                tracker.log(finite, step=step)
+
+        self._each(send)
 
     @property
     def calls(self) -> int:
@@ -68,7 +77,9 @@ class Trackers:
 
         def send(tracker: GeneralTracker) -> None:
             if tracker.name == "wandb":
-                tracker.log_table("rollouts", columns=list(COLUMNS), data=rows, step=step)
+                import wandb
+
+                tracker.log({"rollouts": wandb.Table(columns=list(COLUMNS), data=rows), STEP: step})
             elif tracker.name == "tensorboard":
                 tracker.log({"rollouts": "\n\n---\n\n".join(map(_markdown, rows))}, step=step)
 
@@ -242,6 +253,9 @@ def _started(tracker: str, run: RunDir, next_step: int, settings: RunConfig, dev
     arguments = (tracker, folder) if kind.requires_logging_directory else (project,)
     created: GeneralTracker = kind(*arguments, **options)
     created.start()
+    if tracker == "wandb":
+        created.tracker.define_metric(STEP)
+        created.tracker.define_metric("*", step_metric=STEP)
     return created
 
 

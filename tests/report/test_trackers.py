@@ -1,9 +1,12 @@
 """Trackers: lazy, offline without a key, no secrets, and never the end of a run."""
 
+import json
 import re
+import struct
 import subprocess
 import sys
 import tomllib
+from importlib import import_module
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,7 +43,7 @@ class FakeWandb:
     def __init__(self):
         self.inits, self.logged, self.config, self.summary, self.finished = [], [], FakeConfig(), {}, 0
 
-    def Table(self, columns, data, dataframe):
+    def Table(self, columns, data):
         return {"columns": columns, "data": data}
 
     def init(self, **arguments):
@@ -48,7 +51,11 @@ class FakeWandb:
         return self
 
     def log(self, metrics, step):
-        self.logged.append((step, metrics))
+        assert step is None
+        self.logged.append(metrics)
+
+    def define_metric(self, *names, **options):
+        pass
 
     def finish(self):
         self.finished += 1
@@ -133,9 +140,9 @@ def test_calls_are_sent_as_texts_so_many_and_so_long(tmp_path, wandb):
     assert both.calls == 3
     both.log_calls(7, calls(5))
     both.finish()
-    ((step, logged),) = wandb.logged
+    (logged,) = wandb.logged
     table = logged["rollouts"]
-    assert step == 7 and table["columns"][:3] == ["step", "example", "module"] and len(table["data"]) == 3
+    assert logged["step"] == 7 and table["columns"][:3] == ["step", "example", "module"] and len(table["data"]) == 3
     assert table["data"][0][-2:] == [0.5, None] and table["data"][1][-2:] == [0.5, -0.25]
     assert all(len(row[3]) < 2100 for row in table["data"]) and SECRET not in str(table)
     (text,) = events(tmp_path).Tensors("rollouts/text_summary")
@@ -167,7 +174,7 @@ def test_finite_numbers_are_logged_and_the_summary_written(tmp_path, wandb):
     found = opened(tmp_path, "wandb")
     found.log(3, {"a": 1.0, "b": float("nan"), "c": "text", "d": None})
     found.finish({"em": 0.5})
-    assert wandb.logged == [(3, {"a": 1.0})]
+    assert wandb.logged == [{"a": 1.0, "step": 3}]
     assert wandb.summary == {"em": 0.5} and wandb.finished == 1
 
 
@@ -201,6 +208,38 @@ def test_wandb_itself_offline_in_the_run_directory(tmp_path, monkeypatch):
     assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{kept}"))) >= 1
 
 
+def wandb_records(path):
+    """Records of a `.wandb` file: LevelDB's log format after a header of 7 bytes, for files of one block (32 KiB)."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, records = path.read_bytes(), 7, []
+    assert data[:4] == b":W&B" and len(data) < 2**15
+    while at < len(data):
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        assert kind == 1, "a whole record"
+        records.append(Record.FromString(data[at + 7 : at + 7 + length]))
+        at += 7 + length
+    return records
+
+
+def test_wandb_keeps_steps_that_are_done_again_and_draws_by_step(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run = opened(tmp_path, "wandb")
+    for step, value in ((1, 0.1), (2, 0.2), (3, 0.3), (2, 0.5)):
+        run.log(step, {"reward/mean": value})
+    run.finish()
+    import_module("wandb").teardown()  # its process writes the rest of the file
+    (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    records = wandb_records(file)
+    lines = [
+        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        for record in records
+    ]
+    rows = [(line["step"], line["reward/mean"]) for line in lines if "reward/mean" in line]
+    assert rows == [(1, 0.1), (2, 0.2), (3, 0.3), (2, 0.5)]
+    assert [record.metric.step_metric for record in records if record.metric.glob_name == "*"] == ["step"]
+
+
 def test_trackers_are_those_of_accelerate_and_have_its_projects_and_extras():
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
@@ -216,7 +255,7 @@ def test_a_tracker_that_fails_is_switched_off_once():
     class Broken(GeneralTracker):
         name, requires_logging_directory, tracker = "wandb", False, None
 
-        def log(self, values, step):
+        def log(self, values, step=None):
             raise OSError("no network")
 
         def finish(self):
