@@ -521,11 +521,12 @@ def _paid(run: Overview, key: str) -> float:
     points = [*zip(steps.tolist(), values.tolist(), strict=True), (inf, 0.0)]
     # Where a start is not recorded, as in runs of earlier versions, a counter that fell tells of it.
     starts = [start["step"] for start in run.environment.get("resumed") or () if "step" in start]
-    return sum(
+    ends = (
         value
         for (step, value), (later, following) in pairwise(points)
         if following < value or any(step <= start < later for start in starts)
     )
+    return float(sum(ends))
 
 
 def item_means(block: pandas.DataFrame) -> pandas.Series[float]:

@@ -210,14 +210,15 @@ def test_wandb_itself_offline_in_the_run_directory(tmp_path, monkeypatch):
 
 def wandb_records(path):
     """Records of a `.wandb` file: LevelDB's log format after a header of 7 bytes, for files of one block (32 KiB)."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
+    read = import_module(
+        "wandb.proto.wandb_internal_pb2"
+    ).Record.FromString  # made as it loads, so that no type is known
     data, at, records = path.read_bytes(), 7, []
     assert data[:4] == b":W&B" and len(data) < 2**15
     while at < len(data):
         _, length, kind = struct.unpack_from("<IHB", data, at)
         assert kind == 1, "a whole record"
-        records.append(Record.FromString(data[at + 7 : at + 7 + length]))
+        records.append(read(data[at + 7 : at + 7 + length]))
         at += 7 + length
     return records
 
