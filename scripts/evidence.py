@@ -30,7 +30,7 @@ HEAD = [
     "|---|---|---|---|---|---|---|",
 ]
 SMALL, READS = "SmolLM2-135M", "Qwen2.5-Coder-0.5B"
-PUZZLES, CODER = "[puzzles](#puzzles-without-any-file)", "`mmrl compare set=coder columns={} rows={}`"
+PUZZLES = "[puzzles](#puzzles-without-any-file)"
 LINES = {
     "puzzles-grpo": ("sums and differences", SMALL, "`grpo`", PUZZLES),
     "puzzles-mmgrpo": ("the same, two modules", SMALL, "`mmgrpo`", PUZZLES),
@@ -57,25 +57,25 @@ LINES = {
         "HotpotQA, three agents",
         READS,
         "`mhgpo_fof`",
-        CODER.format("hotpotqa", "mhgpo_fof"),
+        "`mmrl compare set=coder columns=hotpotqa rows=mhgpo_fof`",
     ),
     "coder-hotpotqa-mhgpo_fof_taught": (
         "HotpotQA, three agents",
         READS,
         "`mhgpo_fof`, answerer taught by the 1.5B",
-        CODER.format("hotpotqa", "mhgpo_fof_taught"),
+        "`… rows=mhgpo_fof_taught`",
     ),
     "coder-search_agent-mt_grpo_variable": (
         "HotpotQA, a search agent",
         READS,
         "`mt_grpo_variable`",
-        CODER.format("search_agent", "mt_grpo_variable"),
+        "`… columns=search_agent rows=mt_grpo_variable`",
     ),
     "coder-search_agent-mt_grpo_variable_taught": (
         "HotpotQA, a search agent",
         READS,
         "the same, and itself with the answer",
-        CODER.format("search_agent", "mt_grpo_variable_taught"),
+        "`… rows=mt_grpo_variable_taught`",
     ),
 }
 """Name of records -> task, policy before training, algorithm, and where its command stands."""
