@@ -218,8 +218,9 @@ def build(config: RlRunConfig, task: Task, log: StepLog) -> RlStage:
     if hardware.ray is not None:
         setup = replace(setup, bundle=server_resources(hardware, getattr(config.engine, "replicas", 1)))
     # A server on the same GPUs measures what is free there, so no process may still load, or keep what loading took.
-    gc.collect()
-    torch.cuda.empty_cache()
+    if hardware.device == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
     log.processes.barrier()
     # In this process an engine samples from the very module that is trained (wrapped by peft where there is an
     # adapter), so no weights are copied between updates.
