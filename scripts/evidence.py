@@ -69,13 +69,13 @@ LINES = {
         "HotpotQA, a search agent",
         READS,
         "`mt_grpo_variable`",
-        "`… columns=search_agent rows=mt_grpo_variable`",
+        "`… columns=search_agent rows=mt_grpo_variable eval.items=60`",
     ),
     "coder-search_agent-mt_grpo_variable_taught": (
         "HotpotQA, a search agent",
         READS,
         "the same, and itself with the answer",
-        "`… rows=mt_grpo_variable_taught`",
+        "`… rows=mt_grpo_variable_taught eval.items=60`",
     ),
 }
 """Name of records -> task, policy before training, algorithm, and where its command stands."""

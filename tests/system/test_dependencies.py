@@ -16,7 +16,7 @@ LOADED_BY_OTHERS = {
     "hydra-optuna-sweeper": "Hydra",
     "vllm-router": "a process that mmrl starts",
     **dict.fromkeys(
-        ["wandb", "tensorboard", "mlflow", "comet-ml", "trackio", "aim", "clearml", "dvclive", "swanlab"],
+        ["tensorboard", "mlflow", "comet-ml", "trackio", "aim", "clearml", "dvclive", "swanlab"],
         "accelerate's trackers",
     ),
 }
