@@ -125,6 +125,7 @@ CRITICS = (
 )
 
 
+@pytest.mark.slow
 def test_critics_are_fitted_once_and_an_audit_that_was_killed_takes_them(
     words: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

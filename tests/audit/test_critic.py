@@ -125,6 +125,7 @@ def test_a_perfect_critic_has_nothing_to_learn(tmp_path: Path) -> None:
     assert explained[0] == near(explainable(), abs=0.06) and len(explained) == 1 + 2 * critic.PATIENCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["separate", "adapter", "head"])
 def test_the_policy_stays_bit_for_bit_and_the_fit_is_the_same_again(kind: str, tmp_path: Path) -> None:
     """A transformer with an adapter: the critic's own weights move, and nothing that the policy replies with."""

@@ -294,6 +294,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, set[Key]]:
     return found
 
 
+@pytest.mark.slow  # two minutes of runs
 def test_every_key_is_read_or_on_a_list(seen: Mapping[str, set[Key]]) -> None:
     anywhere = set[Key]().union(*seen.values())
     unread = {leaf for name, schema in COMMANDS.items() for leaf, key in leaves(name, schema) if key not in seen[name]}

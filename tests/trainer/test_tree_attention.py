@@ -156,7 +156,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-@pytest.mark.parametrize("kernel", ["compiled", "plain"])
+@pytest.mark.parametrize("kernel", [pytest.param("compiled", marks=pytest.mark.slow), "plain"])  # a minute of g++
 def test_flex_attention_sees_the_same_pairs(kernel: str, request: pytest.FixtureRequest) -> None:
     """The GPU path's mask, over several of its blocks of 128 tokens."""
     if kernel == "compiled":
@@ -168,6 +168,7 @@ def test_flex_attention_sees_the_same_pairs(kernel: str, request: pytest.Fixture
         assert torch.allclose(flex(call, tree, None), masked(query, key, value, tree, 0.3), atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiled")
 def test_a_pack_by_compiled_flex_attention_has_the_padded_log_probabilities() -> None:
     """The GPU's forward of a whole model, on a CPU."""
