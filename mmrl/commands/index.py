@@ -48,7 +48,7 @@ def build(arguments: BuildIndexArguments) -> None:
     except OSError as error:
         raise ConfigError(f"mmrl index build: cannot build {folder}: {error}; the same command goes on") from None
     if corpus.skipped:
-        print("\n  ".join(["without passages, left out:", *corpus.skipped]))
+        print("\n  ".join(["left out:", *corpus.skipped]))
     print(f"built in {built.build_seconds:.1f} s: {folder}")
     use = f"task.retriever.name={built.kind} task.retriever.index={folder}"
     print(f"use it: {use}, or mmrl serve-retriever index={folder}")

@@ -154,10 +154,15 @@ def build_index(
     try:
         _check_plan(work, spec, stamp)
         _remove_earlier_attempt(work)
-        corpus = write_passages(work, documents())
-        if not corpus.documents:
-            shutil.rmtree(work)
-            raise DataError(f"index: {', '.join(sources) or 'the corpus'}: has no passages")
+        try:
+            corpus = write_passages(work, documents())
+            if not corpus.documents:
+                raise DataError(f"index: {', '.join(sources) or 'the corpus'}: has no passages")
+        except DataError:
+            # Nothing to go on with once the sources are mended, but for vectors of an earlier attempt.
+            if not (work / "shards").is_dir():
+                shutil.rmtree(work)
+            raise
         passages, settings = PassageStore(work), spec.settings
         if spec.kind == "bm25":
             bm25.write_index(work / "bm25", passages, bm25.Bm25Settings(**settings))
@@ -220,8 +225,8 @@ def _check_plan(work: Path, spec: IndexSpec, stamp: str) -> None:
     file = work / PLAN
     if file.is_file() and file.read_bytes() != plan.encode():
         raise DataError(
-            f"index: {work} is an unfinished build with other settings or sources; continue it as it was started, "
-            "or remove it"
+            f"index: {work} is an unfinished build with other settings, or of sources that have changed since; go on "
+            "as it was started, or remove it"
         )
     atomic_write(file, plan)
 

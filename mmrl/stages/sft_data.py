@@ -8,9 +8,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, Json, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    Field,
+    Json,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from mmrl import rng
 from mmrl.config import SftRunConfig
@@ -69,11 +78,29 @@ class _Called(BaseModel, extra="allow"):
     function: _Function
 
 
+def _of_reply(weight: int | None, info: ValidationInfo) -> int | None:
+    if weight is not None and info.data.get("role") != "assistant":
+        raise ValueError("only a reply, the assistant's message, has a weight")
+    return weight
+
+
+Weight = Annotated[Literal[0, 1] | None, AfterValidator(_of_reply)]
+"""OpenAI's: a reply with 0 is not trained."""
+
+
 class _ChatMessage(_Part):
     role: Literal["system", "user", "assistant"]
     content: str
-    weight: Literal[0, 1] | None = None
-    """OpenAI's: a reply with 0 is not trained."""
+    weight: Weight = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plain(cls, fields: object) -> object:
+        if isinstance(fields, Mapping) and (
+            own := [key for key in ("reasoning_content", "thinking") if fields.get(key)]
+        ):
+            raise ValueError(f"{own[0]}: of a chat without tools; put the thoughts into the content")
+        return fields
 
 
 class _ToolMessage(_Part):
@@ -86,7 +113,7 @@ class _ToolMessage(_Part):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     thinking: str | None = None
-    weight: Literal[0, 1] | None = None
+    weight: Weight = None
 
     @field_validator("content", mode="before")
     @classmethod
@@ -106,8 +133,9 @@ class _Chat(BaseModel, extra="forbid"):
     def _ends(cls, messages: list[_ChatMessage]) -> list[_ChatMessage]:
         if messages[-1].role != "assistant":
             raise ValueError(f"the last one is the {messages[-1].role}'s, expected the assistant's")
-        if messages[-1].weight == 0 or any(message.weight for message in messages[:-1]):
-            raise ValueError("of a chat without tools the last one is trained, and no other: its weight is 1")
+        weights = [message.weight for message in messages]
+        if weights[-1] == 0 or any(weights[:-1]):
+            raise ValueError(f"got the weights {weights}; of a chat without tools the last reply alone is trained")
         return messages
 
 

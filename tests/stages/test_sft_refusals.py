@@ -55,9 +55,19 @@ SAID = {"role": "assistant", "content": "y"}
         ({"messages": [{**MINE, "content": None}, MINE], "tools": [{}]}, "messages.0.content: Input should be a valid"),
         ({**CHAT, "tools": "look"}, "tools: got 'look', expected a list of functions, or its JSON text"),
         ({"messages": [{"role": "user", "content": [1]}, MINE]}, "messages.0.content: Input should be a valid string"),
-        ({"messages": [MINE, {**SAID, "reasoning_content": "Hm."}]}, "messages.1.reasoning_content: Extra inputs"),
-        ({"messages": [MINE, {**SAID, "weight": 0}]}, "messages: of a chat without tools the last one is trained"),
-        ({"messages": [MINE, {**SAID, "weight": 1}, MINE, SAID]}, "messages: of a chat without tools the last one is"),
+        (
+            {"messages": [MINE, {**SAID, "reasoning_content": "Hm."}]},
+            "reasoning_content: of a chat without tools; put the thoughts into the content",
+        ),
+        (
+            {"messages": [MINE, {**SAID, "weight": 0}]},
+            r"weights \[None, 0\]; of a chat without tools the last reply alone",
+        ),
+        (
+            {"messages": [MINE, {**SAID, "weight": 1}, MINE, SAID]},
+            r"weights \[None, 1, None, None\]; of a chat",
+        ),
+        ({"messages": [{**MINE, "weight": 1}, SAID], "tools": [{}]}, "messages.0.weight: only a reply"),
         ({"messages": [MINE, {**SAID, "weight": 2}]}, "messages.1.weight: Input should be 0 or 1"),
         ({"messages": [MINE, {**SAID, "weight": 0}], "tools": [{}]}, "messages: every reply has weight 0"),
         ({"messages": [MINE, {**SAID, "prefix": True}], "tools": [{}]}, "messages.1.prefix: Extra inputs"),

@@ -113,11 +113,15 @@ def test_a_folder_is_the_same_corpus_for_a_task_and_for_an_index(tmp_path, caplo
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         saved(tmp_path / name, rows)
+    (tmp_path / "b.jsonl.gz").write_bytes(b"\x1f\x8b")
     (tmp_path / "README.txt").write_bytes(b"How it was made, in Latin-1: \xe9")
     with caplog.at_level(logging.WARNING):
         found = load_corpus("task.corpus", str(tmp_path))
-    left_out = [str(tmp_path / name) for name in ("README.txt", "info.json", "questions.csv")]
-    assert caplog.messages == [f"task.corpus: without passages, left out: {', '.join(left_out)}"]
+    (message,) = caplog.messages
+    packed, text, info, questions = message.removeprefix("task.corpus: left out: ").split("; ", 3)
+    assert (packed, text) == (f"{tmp_path}/b.jsonl.gz: is compressed", f"{tmp_path}/README.txt: is a text")
+    assert f"{tmp_path}/info.json: got dict, expected a JSON list" in info
+    assert f"{tmp_path}/questions.csv line 2" in questions
     titles = {d.title: d.text for d in found}
     assert titles == {
         "C": "one",
@@ -163,5 +167,28 @@ def test_files_without_passages_stand_on_lines_of_their_own(tmp_path, monkeypatc
         (tmp_path / "data" / f"{name}.jsonl").write_text('{"question": "q", "answer": "a"}\n')
     assert main(["index", "build", "corpus=data", "index=made"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    at = lines.index("without passages, left out:")
-    assert lines[at + 1 : at + 3] == ["  data/x.jsonl", "  data/y.jsonl"]
+    at = lines.index("left out:")
+    assert [line.partition(" line 1: ")[0] for line in lines[at + 1 : at + 3]] == [
+        f"  corpus: data/{name}.jsonl" for name in ("x", "y")
+    ]
+
+
+def test_a_damaged_first_record_does_not_leave_out_a_file_of_passages(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"meta": 1}\n{"title": "T", "text": "t"}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl line 1: "):
+        load_corpus("task.corpus", str(tmp_path))
+
+
+def test_a_build_of_sources_that_cannot_be_read_leaves_nothing_to_go_on_with(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    file = tmp_path / "data" / "passages.jsonl"
+    for text, says in (
+        ('{"titel": "a"}\n', "has no passages; left out: corpus: data/passages.jsonl line 1"),
+        ("{", "line 1: not JSON"),
+    ):
+        file.write_text(text)
+        assert main(["index", "build", "corpus=data", "index=made"]) == 2
+        assert says in capsys.readouterr().err and not (tmp_path / "made.partial").exists()
+    file.write_text('{"title": "a", "text": "b"}\n')
+    assert main(["index", "build", "corpus=data", "index=made"]) == 0

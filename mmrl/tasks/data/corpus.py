@@ -31,6 +31,8 @@ SCANNED = 200_000
 """Passages up to which answers are looked for; a larger corpus is known by its titles alone."""
 LONGEST_ANSWER = 12
 """Words of an answer that are looked for; a longer answer counts by its first ones."""
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip")
+"""Ends of the names of files that may hold a part of a corpus, and have to be unpacked."""
 WIKIPEDIA_PASSAGES = 1_000_000
 """A corpus of fewer passages is a part of Wikipedia, even where it can answer all questions at hand."""
 
@@ -50,10 +52,12 @@ class Corpus:
     key: str = "corpus"
     """Key that the user typed, for messages."""
     skipped: list[str] = field(default_factory=list)
-    """Files of folders that held no passages; known once `passages` has been run through."""
+    """Files of folders that were left out, most with a reason; known once `passages` has been run through."""
 
     _sources: list[tuple[Source | None, bool]] = field(init=False, default_factory=list)
     """Each with whether it must hold passages; None: the mini world."""
+    _packed: list[str] = field(init=False, default_factory=list)
+    """Compressed files of folders, which nothing reads."""
 
     def __post_init__(self) -> None:
         problems: list[str] = []
@@ -62,6 +66,8 @@ class Corpus:
         for spec in self.specs:
             with gathered(problems):
                 self._sources += _sources(self.key, spec)
+                below = sorted(user_path(spec).rglob("*")) if user_path(spec).is_dir() else ()
+                self._packed += [f"{path}: is compressed" for path in below if path.suffix.lower() in COMPRESSED]
         if problems:
             raise DataError(problems)
 
@@ -75,22 +81,24 @@ class Corpus:
         """Yield all passages.
 
         Raises:
-            DataError: a malformed file, or one named by itself that holds no passages.
+            DataError: a malformed file, one named by itself that holds no passages, or no passages at all.
         """
-        self.skipped.clear()
-        numbers = count()
+        self.skipped[:] = self._packed
+        numbers, empty = count(), True
         for source, strict in self._sources:
             documents = mini_corpus() if source is None else _of_source(source, numbers, strict=strict)
-            empty = True
             try:
                 for document in documents:
                     yield document
                     empty = False
-            except NoRecords:
+            except NoRecords as error:
                 if strict:
                     raise
-            if source is not None and empty and not strict:
-                self.skipped.append(source.spec)
+                self.skipped.append(str(error))
+        if empty and self.skipped:
+            raise DataError(
+                f"{self.key}: {', '.join(self.specs)}: has no passages; left out: {'; '.join(self.skipped)}"
+            )
 
 
 def _sources(key: str, spec: str) -> list[tuple[Source | None, bool]]:
@@ -108,10 +116,17 @@ def _sources(key: str, spec: str) -> list[tuple[Source | None, bool]]:
 
 
 def _of_source(source: Source, numbers: Iterator[int], *, strict: bool) -> Iterator[Document]:
-    """Yield a source's passages; none if it need not hold any, and its first record holds none."""
+    """Yield a source's passages.
+
+    Raises:
+        NoRecords: it need not hold any, and its first two records hold none.
+        DataError: it has to, or others of its records do.
+    """
     # DPR's topics are questions; any other text beside a corpus, a README say, has no passages either.
     if not strict and source.spec.lower().endswith(".txt"):
-        return
+        raise NoRecords(f"{source.spec}: is a text")
+    first: DataError | None = None
+    number = -1
     for number, row in enumerate(source.stream("train")):
         try:
             fields = row.values if isinstance(row.values, Mapping) else ()
@@ -120,11 +135,18 @@ def _of_source(source: Source, numbers: Iterator[int], *, strict: bool) -> Itera
                 documents = [Document(id=str(next(numbers)), title=title, text=text) for title, text in paragraphs]
             else:
                 documents = [passage(source, row, next(numbers))]
-        except DataError:
+        except DataError as error:
+            if first is not None:
+                break
             if strict or number:
                 raise
-            return
+            first = error
+            continue
+        if first is not None:  # among passages a damaged record, and not a file of another kind
+            raise first
         yield from documents
+    if first is not None or (number < 0 and not strict):
+        raise NoRecords(str(first or f"{source.spec}: has no records"))
 
 
 def load_corpus(key: str, spec: str) -> list[Document]:
@@ -136,7 +158,7 @@ def load_corpus(key: str, spec: str) -> list[Document]:
     corpus = Corpus(parts_of(spec), key)
     documents = list(distinct(corpus.passages()))
     if corpus.skipped:
-        log.warning("%s: without passages, left out: %s", key, ", ".join(corpus.skipped))
+        log.warning("%s: left out: %s", key, "; ".join(corpus.skipped))
     if not documents:
         raise DataError(f"{key}: {spec}: has no passages")
     return documents
