@@ -45,9 +45,9 @@ UNLIKELY = 0.01
 """Probability of the gold answer up to which its differences from turn to turn are noise."""
 SMALL_GAINS = 0.05
 """Size of turn rewards by evidence, in deviations of the outcome, up to which they say nothing beside it."""
-OUTWEIGHED = 3.0
+OUTWEIGHED = 1.0
 """Size of what teachers say over that of rewards above which these change little: seen with 4, whose gradients were 30
-times as large, since a teacher's point one way and advantages of a group cancel."""
+times as large, and 0.7 (9 times), since a teacher's point one way and advantages of a group cancel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,7 +62,7 @@ def test_a_healthy_run_is_silent():
         ("never_parses", "module/m/action_none", lambda s: 0.98),
         ("untaught", "module/m/untaught_share", lambda s: 0.6),
         ("gains_small", "credit/gain_to_outcome", lambda s: 0.01),
-        ("rewards_outweighed", "credit/teachers_to_rewards", lambda s: 4.0),
+        ("rewards_outweighed", "credit/teachers_to_rewards", lambda s: 1.2),
         ("gold_unlikely", "module/m/gold_probability", lambda s: 1e-4),
         ("failures", "rollouts/failed_share", lambda s: 0.0 if s < 20 else 0.4),
         ("prompt_too_long", "rollouts/failed/length", lambda s: 0.0 if s < 20 else 12.0),
