@@ -26,6 +26,7 @@ from mmrl.config import SftRunConfig
 from mmrl.config.base import reasons
 from mmrl.config.sft import SftConfig
 from mmrl.errors import ConfigError, DataError, unknown
+from mmrl.models.replies import THOUGHTS
 from mmrl.records import Forest, Rollout
 from mmrl.tasks.base import Conversation, Demonstrating, Demonstration, FieldProgram, Message, Task
 from mmrl.tasks.data.rows import Row, Source
@@ -96,9 +97,7 @@ class _ChatMessage(_Part):
     @model_validator(mode="before")
     @classmethod
     def _plain(cls, fields: object) -> object:
-        if isinstance(fields, Mapping) and (
-            own := [key for key in ("reasoning_content", "thinking") if fields.get(key)]
-        ):
+        if isinstance(fields, Mapping) and (own := [key for key in THOUGHTS if fields.get(key)]):
             raise ValueError(f"{own[0]}: of a chat without tools; put the thoughts into the content")
         return fields
 

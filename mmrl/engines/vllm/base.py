@@ -280,9 +280,12 @@ def save_weights(
     state_dict = dict(state) if state is not None else None
     if not names:
         # Tied weights are one tensor under two names, and stay one.
-        cast: dict[int, Tensor] = {}
-        whole = state_dict or model.state_dict()
-        state_dict = {name: cast.setdefault(t.data_ptr(), _as_served(t, dtype)) for name, t in whole.items()}
+        cast: dict[tuple[int, object], Tensor] = {}
+        whole = model.state_dict() if state is None else state
+        state_dict = {
+            name: cast.setdefault((weight.data_ptr(), weight.shape), _as_served(weight, dtype))
+            for name, weight in whole.items()
+        }
     temporary = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)

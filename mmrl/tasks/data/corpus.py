@@ -66,8 +66,8 @@ class Corpus:
         for spec in self.specs:
             with gathered(problems):
                 self._sources += _sources(self.key, spec)
-                below = sorted(user_path(spec).rglob("*")) if user_path(spec).is_dir() else ()
-                self._packed += [f"{path}: is compressed" for path in below if path.suffix.lower() in COMPRESSED]
+                if (folder := user_path(spec)).is_dir():
+                    self._packed += [f"{path}: is compressed" for path in files_below(folder, COMPRESSED)]
         if problems:
             raise DataError(problems)
 

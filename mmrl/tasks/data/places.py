@@ -9,7 +9,7 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from glob import glob
 from pathlib import Path
 
@@ -60,9 +60,9 @@ def files_of(spec: str, split: str) -> list[Path]:
     return files
 
 
-def files_below(folder: Path) -> list[Path]:
-    """Return the data files in a folder and below it, in order of their names, but for hidden ones."""
-    found = (path for path in sorted(folder.rglob("*")) if path.suffix.lower() in FORMATS and path.is_file())
+def files_below(folder: Path, ends: Collection[str] = FORMATS) -> list[Path]:
+    """Return the files with these ends in a folder and below it, in order of their names, but for hidden ones."""
+    found = (path for path in sorted(folder.rglob("*")) if path.suffix.lower() in ends and path.is_file())
     return [path for path in found if not any(part[0] in "._" for part in path.relative_to(folder).parts)]
 
 
