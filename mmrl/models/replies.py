@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from mmrl.errors import RequestFailure
-from mmrl.models.chat import template_of
+from mmrl.models.chat import decode_text, opens_thoughts, template_of
 from mmrl.models.template import USER, Template, Tools
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _READERS: WeakKeyDictionary[Template, PreTrainedTokenizerBase | None] = WeakKeyDictionary()
 """Copies of tokenizers that read replies; the originals are saved with checkpoints."""
 _THOUGHTFUL: WeakKeyDictionary[Template, bool] = WeakKeyDictionary()
+_THINKS: WeakKeyDictionary[Template, bool] = WeakKeyDictionary()
 _PROBLEMS: WeakKeyDictionary[Template, str] = WeakKeyDictionary()
 THOUGHTS = ("reasoning_content", "thinking")
 """Names that response templates have for thoughts."""
@@ -77,20 +78,35 @@ def begins_with_thoughts(tokenizer: PreTrainedTokenizerBase) -> bool:
     return _THOUGHTFUL[template]
 
 
+def thinks(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return True if replies begin with thoughts that can be read: by a thinking mode, or since prompts open them."""
+    template = template_of(tokenizer)
+    if template not in _THINKS:
+        asked = bool(template.arguments.get("enable_thinking")) or opens_thoughts(tokenizer)
+        _THINKS[template] = asked and getattr(reader(tokenizer), "response_template", None) is not None
+    return _THINKS[template]
+
+
 def message_of(
     tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], ids: Sequence[int], tools: Tools
 ) -> Mapping[str, Any]:
     """Return `content`, and where there are any `tool_calls` and `reasoning_content`, of a completion.
 
     Tool calls that cannot be read, or that JSON cannot say, are content as they were written, and `unread_call` is
-    true.
+    true. Without tools whatever is no thought is content.
     """
     from trl.chat_template_utils import parse_response
 
     if not ids:  # a reply exchanged for nothing (CCPO), which transformers takes for an empty batch
         return {"content": ""}
+    if not tools and not thinks(tokenizer):
+        return {"content": decode_text(tokenizer, ids)}
     found = reader(tokenizer)
-    assert found is not None  # `tools_problem` was asked
+    assert found is not None  # `tools_problem` or `thinks` was asked
+    if not tools:
+        found, written = copy(found), found.response_template
+        fields = {name: field for name, field in written["fields"].items() if name != "tool_calls"}
+        found.response_template = {**written, "fields": fields}
     try:
         read = parse_response(found, list(ids), prefix=list(prompt), tools=[dict(tool) for tool in tools])
         calls = read.get("tool_calls") or []
@@ -106,10 +122,10 @@ def message_of(
         if not unread and (field := _calls_field(found)) is not None:  # what begins a call is there
             unread = field.open_re.search(found.decode(list(ids))) is not None
         return {"content": text} | ({"unread_call": True} if unread else {})
-    # TRL takes this token off a text, but not off the last of several.
-    message: dict[str, Any] = {"content": _joined(read["content"]).removesuffix(str(tokenizer.eos_token))}
-    if thoughts := _joined(next((read[name] for name in THOUGHTS if name in read), "")):
-        message["reasoning_content"] = thoughts
+    # TRL takes this token off a text, but not off the last of several, nor off thoughts.
+    texts = [read["content"], next((read[name] for name in THOUGHTS if name in read), "")]
+    content, thoughts = (_joined(text).removesuffix(str(tokenizer.eos_token)) for text in texts)
+    message: dict[str, Any] = {"content": content} | ({"reasoning_content": thoughts} if thoughts else {})
     return message | ({"tool_calls": calls} if calls else {})
 
 

@@ -56,6 +56,7 @@ class Generation:
     facts: Mapping[str, object]
     turn: int
     tools: tuple[Message, ...]
+    as_message: bool
     messages: tuple[Message, ...] | None
     """None where it goes on in an earlier context."""
 
@@ -96,6 +97,7 @@ class RolloutContext(Context):
         parse: Callable[[Any], object] | None = None,
         facts: Mapping[str, object] = EMPTY,
         tools: Sequence[Message] = (),
+        as_message: bool = False,
     ) -> Reply:
         if module not in self.env.task.program.modules:
             raise ProgramFailure(
@@ -132,6 +134,7 @@ class RolloutContext(Context):
                 facts=facts,
                 turn=0 if before is None or before.call is None else before.call.turn + 1,
                 tools=tuple(tools),
+                as_message=as_message or bool(tools),
                 messages=None if after is not None or isinstance(messages, str) else tuple(messages),
             )
             reply = await self._generate(event, generation)
@@ -270,12 +273,14 @@ class RolloutContext(Context):
         failure: ParseFailure | None = None
         for attempt in range(self.env.attempts):
             completion, text = await self._reply(generation, attempt)
-            tools, parse = generation.tools, generation.parse
-            parsed: Any = self.env.read(generation.prompt_ids, completion.ids, tools) if tools else None
+            message: Message | None = None
+            if generation.as_message:
+                message = self.env.read(generation.prompt_ids, completion.ids, generation.tools)
+            parsed: Any = message
             try:
                 # Free text is always well-formed.
-                if parse is not None:
-                    parsed = parse(parsed if tools else text)
+                if generation.parse is not None:
+                    parsed = generation.parse(text if message is None else message)
                 failure = None
                 break
             except ParseFailure as error:

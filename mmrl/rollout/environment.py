@@ -95,7 +95,8 @@ class Stopwatch:
                 self.seconds += now - self.since
 
 
-def _unread(prompt: Sequence[int], ids: Sequence[int], tools: Sequence[Message]) -> Message:
+def no_reader(prompt: Sequence[int], ids: Sequence[int], tools: Sequence[Message]) -> Message:
+    """Refuse to read a message: stands for the reader where there is no tokenizer."""
     raise RequestFailure("tools: this environment has no tokenizer that reads their calls")
 
 
@@ -117,7 +118,7 @@ class Environment:
     """(run seed, step): with the example and the path, the source of every sampling seed."""
     version: int | None = None
     """Version of the policy that samples; None: the newest."""
-    read: Callable[[Sequence[int], Sequence[int], Sequence[Message]], Message] = _unread
+    read: Callable[[Sequence[int], Sequence[int], Sequence[Message]], Message] = no_reader
     """Prompt, completion and tools -> the message that was written: its content and its tool calls."""
     unchanged_by: Callable[[Mapping[str, object]], bool] = lambda arguments: False
     """Further arguments of the chat template -> whether prompts are the same with them."""

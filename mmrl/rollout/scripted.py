@@ -14,7 +14,7 @@ from mmrl.engines.base import Completion, Engine, Request
 from mmrl.errors import EngineFailure
 from mmrl.records import Example, Rollout
 from mmrl.rollout import with_program
-from mmrl.rollout.environment import Environment, SamplingSettings
+from mmrl.rollout.environment import Environment, SamplingSettings, no_reader
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
 from mmrl.tasks.base import FieldProgram, Message, Task
@@ -40,7 +40,8 @@ def play(task: Task, example: Example, replies: Sequence[str | Mapping[str, obje
         engine=engine,
         render=lambda messages: _ids(_text(messages)),
         extend=lambda context, added, _: (*context, *_ids(added if isinstance(added, str) else _text(added))),
-        decode=lambda ids: "".join(map(chr, ids)),
+        decode=_decoded,
+        read=lambda prompt, ids, tools: no_reader(prompt, ids, tools) if tools else {"content": _decoded(ids)},
         settings=SamplingSettings(temperature=1.0, top_p=1.0, top_k=0, parse_retries=0, max_tokens=1 << 20),
         key=(0, 0),
     )
@@ -81,6 +82,10 @@ class _Script(Engine):
 
 def _text(messages: Sequence[Message]) -> str:
     return "".join(f"<{message['role']}>{message['content']}" for message in messages)
+
+
+def _decoded(ids: Sequence[int]) -> str:
+    return "".join(map(chr, ids))
 
 
 def _ids(text: str) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from mmrl import rng
 from mmrl.engines.base import Completion, Engine, Request, Sampling
 from mmrl.errors import LengthFailure, RequestFailure
 from mmrl.models.chat import GrowingText, decode_text, render_observation, render_prompt, template_of
-from mmrl.models.replies import callable_tools, message_of
+from mmrl.models.replies import callable_tools, message_of, thinks
 from mmrl.models.template import Messages, Tools
 from mmrl.records import Reply
 from mmrl.serve.conversations import Conversations
@@ -149,7 +149,7 @@ class ServedPolicy(Backend):
         def reply() -> Reply:
             return Reply(
                 text=decode_text(self.tokenizer, completion.ids),
-                parsed=message_of(self.tokenizer, prompt, completion.ids, tools) if tools else None,
+                parsed=message_of(self.tokenizer, prompt, completion.ids, tools),
                 finish=completion.finish,
                 tokens=len(completion.ids),
                 context=(*prompt, *completion.ids),
@@ -184,8 +184,9 @@ class _Running(Running):
         # Without a seed a repeated request must give another reply; with one, the same.
         self._seed = secrets.randbits(64) if parsed.seed is None else parsed.seed
         self._choices = 0
-        # Several replies, or text beside calls of tools, can be told apart when they are complete.
-        alone = not isinstance(parsed, ChatRequest) or (parsed.n == 1 and not parsed.tools)
+        # Several replies, or text beside thoughts and calls of tools, can be told apart when they are complete.
+        chat = parsed if isinstance(parsed, ChatRequest) else None
+        alone = chat is None or (chat.n == 1 and not chat.tools and not thinks(policy.tokenizer))
         begun = loop.create_future() if parsed.stream and alone else None
         policy.in_flight += 1
         task = loop.create_task(self._finished(parsed))

@@ -181,7 +181,7 @@ def _neutral_message(message: object) -> object:
     if not isinstance(message, Mapping):
         return message
     copied = (
-        *("annotations", "reasoning_content", "reasoning", "reasoning_details", "thinking_blocks"),
+        *("annotations", "parsed", "reasoning_content", "reasoning", "reasoning_details", "thinking_blocks"),
         *("provider_specific_fields", "cache_control"),
     )
     kept = {name: value for name, value in message.items() if value not in (None, []) and name not in copied}

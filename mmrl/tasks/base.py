@@ -37,6 +37,7 @@ class Context(Protocol):
         parse: Callable[[Any], object] | None = None,
         facts: Mapping[str, object] = EMPTY,
         tools: Sequence[Message] = (),
+        as_message: bool = False,
     ) -> Reply:
         """Generate with `module` on `messages` (rendered with the model's chat template).
 
@@ -54,8 +55,9 @@ class Context(Protocol):
             facts: numbers that the module's penalty and behaviour metrics need (e.g. `{"documents": 10}`); `state`, a
                 text, names what the call is made in: GiGPO compares calls of the same state.
             tools: functions that the model may call, as in OpenAI's protocol. `parse` then gets the message that was
-                written (`content`, `tool_calls`, `unread_call` where one cannot be read), which is also `Reply.parsed`
-                without one.
+                written (`content`, `reasoning_content`, `tool_calls`, `unread_call` where one cannot be read), which is
+                also `Reply.parsed` without one.
+            as_message: so it does without tools, whose reply is a text else, thoughts included.
         """
         ...
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from openai.types.chat import ParsedChatCompletionMessage
 
 from mmrl.serve.policy import ServedPolicy, make_app
 from mmrl.serve.protocol import ChatRequest, Refused
@@ -107,6 +108,13 @@ def test_a_tools_result_with_is_error_is_an_error_to_the_model() -> None:
     for content in (RESULT["content"], [{"type": "text", "text": RESULT["content"]}]):
         messages[-1] = {"role": "user", "content": [{**RESULT, "content": content, "is_error": True}]}
         assert read(MESSAGES, messages=messages).conversation()[-1]["content"] == "{'error': 'the server is down'}"
+
+
+def test_what_openais_client_has_read_of_a_reply_is_sent_back_with_it() -> None:
+    said = ParsedChatCompletionMessage[Any](role="assistant", content='{"a": 1}', parsed={"a": 1})
+    sent = said.model_dump(exclude_unset=True)
+    assert "parsed" in sent
+    assert read(CHAT, messages=[USER, sent]).conversation()[1] == {"role": "assistant", "content": '{"a": 1}'}
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,8 @@ class Recorder:
     def __init__(self, ctx: Context, config: AnyAgentConfig):
         self.failure: RolloutError | None = None
         """The first failure of a call, which the agent may have swallowed."""
+        self.ended = asyncio.Event()
+        """A call failed in a way that no later one makes good: the rollout ends, whatever the agent does."""
         self.calls = 0
         """Calls that were begun."""
         self.answered = 0
@@ -73,11 +75,18 @@ class Recorder:
             # A prompt that was too long is forgiven where the agent goes on; what fails later is not.
             if self.failure is None or isinstance(self.failure, LengthFailure):
                 self.failure = error
+            if not isinstance(self.failure, LengthFailure):
+                self.ended.set()
             raise
         finally:
             self._tasks.discard(task)
             if not self._tasks and not self._closed:
                 self._watch()
+
+    @property
+    def replied(self) -> bool:
+        """True if the agent has read a reply of the policy."""
+        return any(self._replies.values())
 
     async def close(self) -> None:
         """End the calls under way; later requests are refused."""
@@ -183,6 +192,7 @@ class Recorder:
                 parse=lambda value: _checked(parsed, value),
                 facts={"rewritten_history": float(rewritten)},
                 tools=tools,
+                as_message=True,
             )
         except ParseFailure as failure:
             # The agent reads what the model wrote; where it fails over that, the model is to blame.

@@ -12,6 +12,7 @@ import json
 import os
 import shlex
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -92,21 +93,34 @@ class AgentProgram:
 
         session = Session(recorder.chat, post, asyncio.get_running_loop(), self.modules)
         url, key, credential = server.open(session)
+        play = asyncio.ensure_future(self.play(dict(example.inputs), url, key, credential, posted))
+        failed = asyncio.ensure_future(recorder.ended.wait())
         try:
-            result = await self.play(dict(example.inputs), url, key, credential, posted)
+            # An agent that takes a failure for a passing one would ask on until its time is over.
+            await asyncio.wait({play, failed}, return_when=asyncio.FIRST_COMPLETED)
+            if not play.done():
+                assert recorder.failure is not None
+                raise recorder.failure
+            result = await play
         except Exception as error:
             if recorder.failure is not None:
                 raise recorder.failure from error
             raise
         finally:
+            failed.cancel()
+            play.cancel()
+            await asyncio.gather(play, return_exceptions=True)
             server.close(key, credential)
             await recorder.close()
             recorder.leave_out(session.unread())
-        # Whatever the agent made of a failed call; but it may shorten what was too long, and ask again.
-        if recorder.failure is not None and not isinstance(recorder.failure, LengthFailure):
+        # Whatever the agent made of a failed call; but it may shorten what was too long, or make do with what it has.
+        if recorder.failure is not None and not (isinstance(recorder.failure, LengthFailure) and recorder.replied):
             raise recorder.failure
-        if not recorder.calls:
-            raise ProgramFailure(f"the agent made no call; its base_url is {url}")
+        if not recorder.replied:
+            made = "read no reply of the model" if recorder.calls else "made no call"
+            raise ProgramFailure(
+                f"the agent {made}; its base_url is {url}; or its client answered from a cache of its own"
+            )
         result = posted[0] if posted else result
         try:
             json.dumps(result)
@@ -229,6 +243,9 @@ def _function(path: str) -> Play:
         raise ConfigError(f"task.agent: {path} takes {takes}, expected a function (example, base_url, api_key)")
 
     async def play(example: Mapping[str, Any], url: str, key: str, credential: str, posted: Sequence[object]) -> object:
+        # On by default, also from one run to the next: another rollout's replies, and calls that nobody records.
+        if (dspy := sys.modules.get("dspy")) is not None:
+            dspy.configure_cache(enable_disk_cache=False, enable_memory_cache=False)
         result = await in_thread(function, example, url, key)
         return await on_agent_loop(result) if inspect.isawaitable(result) else result
 

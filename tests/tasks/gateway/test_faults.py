@@ -194,7 +194,8 @@ def test_calls_that_an_agent_left_open_end_with_it():
 
     engine = Scripted(lambda prompt: "x", delay=60.0)
     rollout, calls = one(agent_task(leaves), engine)
-    assert rollout.reward == 1.0 and not calls and (engine.cancelled, engine.live) == (1, 0)
+    assert (rollout.error, rollout.reward) == ("program", None) and "read no reply" in rollout.error_message
+    assert not calls and (engine.cancelled, engine.live) == (1, 0)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 
+import dspy
 import httpx
 import openai
 import pytest
@@ -12,7 +13,7 @@ from mmrl.serve.front import Finished, Running
 from mmrl.serve.protocol import CompletionRequest, Refused
 from mmrl.store.forest import check_forest
 from tests.helpers import Fake
-from tests.helpers.gateway import ASK, Scripted, agent_of, agent_task, client, one, rolled_out
+from tests.helpers.gateway import ASK, Scripted, agent_of, agent_task, client, one, post, rolled_out
 
 
 @pytest.mark.parametrize("repeats", [{"x-stainless-retry-count": "1"}, {}], ids=["counted", "at once"])
@@ -140,7 +141,7 @@ def test_choices_of_a_request_that_was_given_up_are_no_calls():
         return "0"
 
     rollout, calls = one(agent_task(agent), Slow(lambda prompt: "x"))
-    assert (rollout.error, calls) == (None, ())
+    assert (rollout.error, rollout.reward, calls) == ("program", None, ())
 
 
 @pytest.mark.parametrize(("options", "error"), [({}, "engine"), ({"max_calls": 2}, "limit")])
@@ -164,6 +165,46 @@ def test_what_fails_after_a_prompt_that_was_too_long_is_a_failure(options, error
 
     rollout, _ = one(agent_task(agent, **options), Dies(lambda prompt: "x"))
     assert rollout.error == error and (rollout.reward is None) == (error == "engine")
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_prompt_that_was_too_long_is_forgiven_to_who_has_a_reply(asks):
+    """Else a fallback would be scored that no model has had a part in."""
+
+    async def agent(example, base_url, api_key):
+        answered = (await post(base_url, api_key)).status_code if asks else None
+        refused = (await post(base_url, api_key, text="word " * 3000)).status_code
+        assert (answered, refused) == (200 if asks else None, 400)
+        return "0"
+
+    rollout, calls = one(agent_task(agent), Scripted(lambda prompt: "x"))
+    assert (rollout.error, len(calls)) == ((None, 1) if asks else ("length", 0))
+
+
+def test_past_its_calls_an_agent_that_asks_on_and_on_is_ended():
+    """Not at its time, as if it had been the machine's fault."""
+
+    async def agent(example, base_url, api_key):
+        while True:
+            await post(base_url, api_key)
+            await asyncio.sleep(0.01)
+
+    rollout, calls = one(agent_task(agent, max_calls=3), Scripted(lambda prompt: "x"))
+    assert (rollout.error, rollout.reward, len(calls)) == ("limit", 0.0, 3)
+
+
+def test_dspys_cache_answers_no_agent(tmp_path):
+    dspy.configure_cache(disk_cache_dir=str(tmp_path))
+    solve = dspy.Predict("question -> answer")
+
+    def agent(example, base_url, api_key):
+        with dspy.context(lm=dspy.LM("openai/policy/agent", api_base=base_url, api_key=api_key)):
+            return solve(question=example["question"]).answer
+
+    task = agent_task(agent)
+    for _ in range(2):
+        rollout, calls = one(task, Scripted(lambda prompt: "[[ ## answer ## ]]\n0\n\n[[ ## completed ## ]]"))
+        assert (rollout.error, rollout.reward, len(calls)) == (None, 1.0, 1)
 
 
 def test_a_reply_that_the_agent_has_edited_is_seen_in_any_turn():

@@ -9,7 +9,8 @@ import pytest
 
 from mmrl.models.chat import encode_text, render_prompt
 from mmrl.models.replies import message_of
-from tests.helpers.gateway import Scripted, agent_task, one, tokenizer
+from mmrl.models.template import use
+from tests.helpers.gateway import Scripted, agent_task, one, post, tokenizer
 
 PARAMETERS = {"type": "object", "properties": {"q": {"type": "string"}}, "required": ["q"]}
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "search", "parameters": PARAMETERS}}
@@ -144,6 +145,57 @@ def test_what_is_said_of_calls_is_none():
     text = "<think>\nA <tool_call> would help.\n</think>\n\nIn Portugal."
     message = message_of(read, render_prompt(read, [USER], [TOOL]), encode_text(read, text), [TOOL])
     assert message == {"content": "In Portugal.", "reasoning_content": "A <tool_call> would help."}
+
+
+@cache
+def thinking(template, on=True):
+    read = tokenizer(template)
+    use(read, thinking=on, date=None)
+    return read
+
+
+@pytest.mark.parametrize(
+    ("template", "written", "message"),
+    [
+        ("qwen3", "<think>\nHm.\n</think>\n\nIn Portugal.", {"content": "In Portugal.", "reasoning_content": "Hm."}),
+        ("qwen3", "In Portugal.", {"content": "In Portugal."}),
+        ("qwen3", "<think>\nHm. No", {"content": "", "reasoning_content": "Hm. No"}),  # cut off
+        ("qwen3", f"<think>\nHm.\n</think>\n\n{called('{}')}", {"content": called("{}"), "reasoning_content": "Hm."}),
+        ("qwen3_5_think", "Hm.\n</think>\n\nIn Portugal.", {"content": "In Portugal.", "reasoning_content": "Hm."}),
+        ("qwen3_5_think", "Hm. No", {"content": "", "reasoning_content": "Hm. No"}),
+        ("glm4moe", "<think>Hm.</think>\nIn Portugal.", {"content": "In Portugal.", "reasoning_content": "Hm."}),
+    ],
+)
+def test_thoughts_are_no_content_without_tools_either(template, written, message):
+    read = thinking(template)
+    assert message_of(read, render_prompt(read, [USER]), encode_text(read, written), ()) == message
+    plain = thinking(template, on=False)  # a text is a text
+    assert message_of(plain, render_prompt(plain, [USER]), encode_text(plain, written), ()) == {"content": written}
+
+
+def test_the_form_that_a_request_asks_for_is_that_of_what_follows_thoughts():
+    """With and without tools: else a run would teach a model not to think."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+
+    async def agent(example, base_url, api_key):
+        got, messages = [], [USER]
+        for tools in ({}, {"tools": [TOOL]}, {}):
+            answer = await post(base_url, api_key, response_format=form, messages=messages, **tools)
+            message = answer.json()["choices"][0]["message"]
+            got.append((message["content"], message["reasoning_content"]))
+            messages = [*messages, message, USER] if not tools else messages
+        return got
+
+    text = '<think>\nHm.\n</think>\n\n{"a": 0}'
+    task = agent_task(agent, metric=lambda record, result: 1.0)
+    rollout, calls = one(task, Scripted(lambda prompt: text, thinking("qwen3")))
+    assert (rollout.error, rollout.prediction) == (None, [['{"a": 0}', "Hm."]] * 3)
+    assert [(call.ok, call.turn, call.facts["rewritten_history"]) for call in calls] == [
+        (True, 0, 0.0),
+        (True, 0, 1.0),  # other tools: a context of its own
+        (True, 1, 0.0),
+    ]
 
 
 SCHEMA = {
