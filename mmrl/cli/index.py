@@ -19,7 +19,7 @@ def index_build(context: typer.Context) -> None:
       index=DIR                       folder that is made
       retriever=bm25|dense            bm25
       k1= b=                          bm25
-      stemmer=porter|english|…        bm25: takes the endings of words off (31 languages); none
+      stemmer=porter|english|…        bm25: takes the endings of words off (34 languages); none
       stopwords=english|none|…        bm25: words that are left out (12 languages)
       model= device= batch_size=      dense: the encoder, where it runs, texts at once
       faiss=flat|hnsw                 dense: exact, or a graph

@@ -127,7 +127,7 @@ class StepLog:
         spent = time.perf_counter() - self.started
         update_s = update.get("time/update", 0.0)
         parts = ("wait", "annotate") if self.prefetched else ("generate", "retrieve", "annotate", "tokenize")
-        accounted = update_s + sum(self.times[part] for part in parts)
+        accounted = update_s + sum(self.times[part] for part in parts) + self.times.get("sync", 0.0)
         metrics = self.metrics | {name: value for name, value in update.items() if name != "time/update"}
         metrics |= {f"time/{name}": seconds for name, seconds in self.times.items()}
         return metrics | {

@@ -139,6 +139,10 @@ ESTIMATORS: dict[str, tuple[str, dict[str, Any]]] = {
     "absorb, leave_one_out": ("mt_grpo_variable", {**PLAIN, "baseline": "leave_one_out"}),
     "absorb, mean": ("mt_grpo_variable", PLAIN),
     "absorb, leave_one_out, alpha 0.9": ("mt_grpo_variable", {**PLAIN, "alpha": 0.9, "baseline": "leave_one_out"}),
+    "absorb, leave_one_out, loss_mean=seq": (
+        "mt_grpo_variable",
+        {**PLAIN, "baseline": "leave_one_out", "loss_mean": "seq", "loss_length": None},
+    ),
     "absorb, mean, scale": ("mt_grpo_variable", {"alpha": 1.0}),
     "zero, leave_one_out": ("mt_grpo_variable", {**PLAIN, "baseline": "leave_one_out", "missing_turn": "zero"}),
     "zero, mean": ("mt_grpo_variable", {**PLAIN, "missing_turn": "zero"}),
@@ -186,7 +190,7 @@ def estimate(name, examples):
     forest, scores = stopping(examples, algorithm.startswith("mt_"), algorithm.endswith("zero"))
     algorithm = algorithm.partition(" ")[0]
     groups = defaultdict(float)
-    for entry in credit_by(forest, algorithm, **UNBIASED, **options).entries:
+    for entry in credit_by(forest, algorithm, **{**UNBIASED, **options}).entries:
         groups[entry.call.partition("/")[0]] += scores[entry.call] * entry.advantages[0] * entry.weights[0] * examples
     return statistics.fmean(groups.values()), statistics.stdev(groups.values())
 

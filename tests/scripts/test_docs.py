@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from scripts.docs import PAGES, sections
 
 TOP = Path(__file__).parents[2]
@@ -77,6 +79,12 @@ def test_anchors_in_links_are_headings():
         for target, anchor in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", page.read_text()):
             if not target.startswith("http"):
                 assert anchor in anchors(page.parent / target if target else page), f"{page.name}: {target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", [TOP / "README.md", *sorted((TOP / "docs").glob("*.md"))], ids=lambda page: page.name)
+def test_what_follows_a_table_is_no_row_of_it(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    assert not re.findall(r"^\|.*\n(?!\||<!--|\n|\Z).*", text, re.M), "the site makes a row of it: leave a line empty"
 
 
 def test_no_path_of_one_machine_is_in_the_project():
