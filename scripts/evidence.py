@@ -145,7 +145,9 @@ def table() -> str:
         records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob(f"{name}-s[0-9]*.json"))]
         if not records:  # not run yet
             continue
-        pairs = [list(kept["items"].values()) for kept in records]
+        # Of seeds that were evaluated on more items those that all have.
+        shared = set[str].intersection(*(set(kept["items"]) for kept in records))
+        pairs = [[kept["items"][item] for item in shared] for kept in records]
         before, after = ([fmean(pair[side] for pair in seed) for seed in pairs] for side in (0, 1))
         gains = [new - old for old, new in zip(before, after, strict=True)]
         if len(gains) > 1:
