@@ -25,7 +25,7 @@ from mmrl.engines.vllm.base import save_weights
 from mmrl.engines.vllm.command import exact, logprobs_mode, server_arguments, server_environment
 from mmrl.engines.vllm.server import VllmServerEngine
 from mmrl.errors import EngineFailure, SyncFailure
-from mmrl.models.load import load_model, load_tokenizer
+from mmrl.models.load import load_model, load_tokenizer, local_path
 from mmrl.system.child_process import ChildProcess
 from mmrl.system.http_client import HttpFailure
 from tests.helpers.fake_vllm import adapter_in
@@ -269,6 +269,34 @@ def test_nobody_at_the_address(tmp_path: Path) -> None:
         pass
     with pytest.raises(EngineFailure, match=r"engine\.urls: no vLLM server answers at http://127"):
         engine_of(tmp_path, urls=(url,))
+
+
+def serving_root(root: Any) -> Callable[[Seen], Scripted]:
+    """A server that was started with some weights."""
+    card = {"id": "served", "root": root, "max_model_len": 64}
+    return lambda seen: Scripted({"data": [card]}) if seen.path == "/v1/models" else answering(reply([2]))(seen)
+
+
+@pytest.mark.parametrize("trained", ["all weights", "an adapter"])
+def test_an_evaluation_at_a_server_of_another_model_is_refused(trained: str, tmp_path: Path) -> None:
+    """Nothing is pushed there, so that its own model would be reported as the policy."""
+    (policy := tmp_path / "checkpoint-5").mkdir()
+    weights = ModelConfig(name="hf", path=str(policy))
+    setup = EngineSetup(weights=weights, folders=adapter_in(tmp_path) if trained == "an adapter" else {})
+    with serving(serving_root("Qwen/Qwen3-0.6B")) as (url, _):
+        words = f"{url.removesuffix('/v1')} serves Qwen/Qwen3-0.6B, .*the policy is {policy}; start the server with"
+        with pytest.raises(EngineFailure, match=rf"engine\.urls: {words}"):
+            engine_of(tmp_path, setup=setup, urls=(url,))
+
+
+@pytest.mark.parametrize("root", [str(Path(local_path("tiny")) / ".." / "tiny"), None], ids=["its folder", "not said"])
+def test_an_evaluation_at_a_server_of_the_policy(root: Any, tmp_path: Path) -> None:
+    with (
+        serving(serving_root(root)) as (url, _),
+        closing(engine_of(tmp_path, setup=EngineSetup(weights=TINY), urls=(url,))) as engine,
+    ):
+        engine.set_version(3)
+        assert ask(engine).policy_version == 3
 
 
 def test_a_dead_managed_server_is_started_once_for_all_who_wait(tmp_path: Path) -> None:

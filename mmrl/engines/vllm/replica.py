@@ -28,6 +28,8 @@ class Replica:
         self.restarts_left = restarts
         self.base = BASE
         """Served name of the weights without an adapter."""
+        self.root: str | None = None
+        """Folder or hub id of the weights that the server was started with; None: it does not say."""
         self.context: int | None = None
         """Token limit of the server."""
         self._adapters: set[str] = set()
@@ -47,7 +49,8 @@ class Replica:
         except (HttpFailure, EngineFailure) as error:
             raise EngineFailure(f"engine.urls: no vLLM server answers at {self.api.url}: {error}") from error
         self.base = BASE if BASE in cards else next(iter(cards), BASE)
-        self.context = cards.get(self.base, {}).get("max_model_len")
+        card = cards.get(self.base, {})
+        self.root, self.context = card.get("root"), card.get("max_model_len")
 
     async def load(self, name: str, folder: str) -> None:
         """Serve the LoRA adapter in `folder` under `name`."""

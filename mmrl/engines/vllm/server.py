@@ -274,7 +274,7 @@ class VllmServerEngine(HttpEngine, PushingEngine):
         for replica in self.replicas:
             if replica.process is not None:
                 LOG.info("starting %s; its log: %s", replica.name, replica.process.log)
-            await replica.boot()
+            await self._boot(replica)
             if (first.base, first.context) != (replica.base, replica.context):
                 raise EngineFailure(
                     f"engine.urls: {first.api.url} serves {first.base} with {first.context} tokens, {replica.api.url} "
@@ -286,6 +286,24 @@ class VllmServerEngine(HttpEngine, PushingEngine):
                 self._check_gap(self._base_probes[first.name], {replica.name: probe}, "")
         if self.router is not None:
             await self.router.start([replica.api.url for replica in self.replicas])
+
+    async def _boot(self, replica: Replica) -> None:
+        """Start or reach a server.
+
+        Raises:
+            EngineFailure: it does not answer; or it is somebody else's and has another model than a policy whose
+                weights nobody pushes (an evaluation's).
+        """
+        await replica.boot()
+        if self.model is not None or replica.process is not None or replica.root is None:
+            return
+        path = local_path(self.weights.path)
+        path = str(Path(path).resolve()) if Path(path).is_dir() else path
+        if path not in (replica.root, str(Path(replica.root).resolve())):
+            raise EngineFailure(
+                f"engine.urls: {replica.api.url} serves {replica.root}, {'the base of ' * bool(self.names)}the policy "
+                f"is {path}; start the server with that"
+            )
 
     async def _put_in(self, replica: Replica) -> None:
         if self.router is not None:
@@ -358,7 +376,7 @@ class VllmServerEngine(HttpEngine, PushingEngine):
         await self._bring_up_to_date(replica)
 
     async def _bring_up_to_date(self, replica: Replica) -> None:
-        await replica.boot()
+        await self._boot(replica)
         # With one batch ahead, calls of older weights died with it and are sent again to the newest.
         for _, adapters in self._versions if self.setup.versions > 2 else self._versions[-1:]:
             for adapter in adapters.values():
