@@ -211,8 +211,7 @@ TYPED: tuple[Idle[Case], ...] = (
     Idle("task.gain", lambda c: c.reward_set != "gain", "with this reward set; use task.reward=gain"),
     Idle("hardware.engine", lambda c: c.engine.name != "auto", f"with engine= given{_ALONE}"),
     Idle(
-        "engine.python engine.args engine.start_timeout_s engine.restarts engine.gpu_memory engine.kv_cache_gb "
-        "engine.replicas",
+        "engine.python engine.args engine.gpu_memory engine.kv_cache_gb engine.replicas",
         lambda c: c.engine.servers,
         "with engine.urls: mmrl does not start those servers",
     ),

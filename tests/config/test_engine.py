@@ -20,9 +20,9 @@ from tests.helpers.lines import refused
 
 
 def test_what_starts_a_server_has_no_effect_on_a_given_one() -> None:
-    config = configured(["engine=vllm_server", "engine.urls=[http://h:1]", "engine.args=[--a]", "engine.restarts=1"])
-    found = without_effect(config, {"engine.urls", "engine.args", "engine.restarts"}, "outcome")
-    assert [problem.partition(":")[0] for problem in found] == ["engine.args", "engine.restarts"]
+    config = configured(["engine=vllm_server", "engine.urls=[http://h:1]", "engine.args=[--a]", "engine.kv_cache_gb=2"])
+    found = without_effect(config, {"engine.urls", "engine.args", "engine.kv_cache_gb"}, "outcome")
+    assert [problem.partition(":")[0] for problem in found] == ["engine.args", "engine.kv_cache_gb"]
 
 
 def test_without_vllm_the_refusal_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

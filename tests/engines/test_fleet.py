@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import closing, nullcontext
@@ -119,6 +120,17 @@ def test_a_server_that_ends_too_often_stays_out_and_the_others_go_on(
             asyncio.run(ask(engine, sessions=8))
         with pytest.raises(SyncFailure, match=r"ended again after engine\.restarts=0 starts"):
             engine.set_version(2)
+
+
+def test_a_server_that_ended_between_two_pushes_is_started_once(tmp_path: Path) -> None:
+    with closing(started(tmp_path)) as engine:
+        engine.set_version(0)
+        kill(engine, 1)
+        victim = engine.replicas[1].process
+        while victim is not None and victim.alive:
+            time.sleep(0.01)
+        engine.set_version(1)
+        assert engine.metrics() == {"engine/restarts": 1.0, "engine/servers": 2.0}
 
 
 def test_servers_that_mmrl_starts_have_the_weights_of_version_0(

@@ -376,6 +376,79 @@ def test_full_weights_are_written_as_they_are_served(tmp_path: Path) -> None:
         assert written[name].dtype == torch.bfloat16 and torch.equal(written[name], parameter.bfloat16())
 
 
+def gone_for(engine: VllmServerEngine, seconds: float) -> None:
+    """Let nobody listen at the only server's address for a while."""
+    (replica,) = engine.replicas
+    alive, replica.api.url = replica.api.url, "http://127.0.0.1:1"
+    threading.Timer(seconds, setattr, (replica.api, "url", alive)).start()
+
+
+@pytest.mark.parametrize("when", ["while it is asked", "before a push"])
+def test_the_only_given_server_comes_back_with_the_newest_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """It has been started with the weights of the run's beginning."""
+    monkeypatch.setattr("mmrl.engines.vllm.server.WATCH_S", 0.05)
+    monkeypatch.setattr(VllmServerEngine, "_save", lambda engine, version, state: {"": tmp_path / f"v{version}"})
+    with (
+        serving(answering(reply([2]))) as (url, server),
+        closing(engine_of(tmp_path, setup=ON_GPU, urls=(url,))) as engine,
+    ):
+        engine.set_version(1)
+        before = len(server.seen)
+        gone_for(engine, 0.3)
+        if when == "before a push":
+            engine.set_version(2)
+        assert ask(engine).ids == (2,)
+        pages = [seen.path for seen in server.seen[before:] if seen.path in ("/collective_rpc", "/v1/completions")]
+        loaded = [Path(body["kwargs"]["weights_path"]).name for body in asked(server, "/collective_rpc")]
+        assert engine.metrics() == {"engine/restarts": 1.0, "engine/servers": 1.0}
+    again = ["v1"] if when == "while it is asked" else ["v1", "v2"]
+    assert (loaded, pages) == (["v1", *again], [*(["/collective_rpc"] * len(again)), "/v1/completions"])
+
+
+def test_the_only_given_server_that_stays_away_is_asked_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mmrl.engines.vllm.server.WATCH_S", 0.05)
+    with (
+        serving(answering(reply([2]))) as (url, _),
+        closing(engine_of(tmp_path, setup=ON_GPU, urls=(url,), start_timeout_s=0.2)) as engine,
+    ):
+        alive, engine._api.url = engine._api.url, "http://127.0.0.1:1"
+        with pytest.raises(EngineFailure, match=r"engine\.urls: nobody listens at http://127\.0\.0\.1:1"):
+            ask(engine)
+        with pytest.raises(SyncFailure, match="no vLLM server is left"):
+            engine.set_version(2)
+        # Back, but nobody has given it the policy's weights.
+        engine._api.url = alive
+        with pytest.raises(EngineFailure, match="no vLLM server is left until the next push"):
+            ask(engine)
+        engine.set_version(2)
+        assert ask(engine).policy_version == 2
+
+
+def test_a_server_that_could_not_be_reached_for_a_while_keeps_its_adapters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mmrl.engines.vllm.server.WATCH_S", 0.05)
+    names: list[str] = []
+
+    def answer(seen: Seen) -> Scripted:
+        if seen.path == "/v1/load_lora_adapter" and seen.body is not None:
+            if seen.body["lora_name"] in names:
+                return Scripted("already loaded", 400)  # as vLLM says
+            names.append(seen.body["lora_name"])
+        if seen.path == "/v1/models":
+            return Scripted({"data": [{"id": name, "max_model_len": 64} for name in ("base", *names)]})
+        return answering(reply([2]))(seen)
+
+    with serving(answer) as (url, _), closing(engine_of(tmp_path, urls=(url,))) as engine:
+        engine.set_version(1)
+        gone_for(engine, 0.2)
+        assert ask(engine).ids == (2,)
+
+
 def test_weights_pushed_after_a_resume_outlive_those_of_the_process_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

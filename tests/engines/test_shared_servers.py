@@ -72,11 +72,14 @@ def both(work: Callable[[Any], Any], *items: Any) -> list[Any]:
         return [future.result() for future in [threads.submit(work, item) for item in items]]
 
 
-def engines_in(folder: Path, **settings: Any) -> list[Any]:
+def engines_in(folder: Path, full: bool = False, **settings: Any) -> list[Any]:
+    """Engines of two processes, which serve an adapter, or full weights."""
     config = VllmServerConfig(name="vllm_server", **settings)
 
+    adapters = {} if full else adapter_in(folder)
+
     def build(processes: Processes) -> Any:
-        setup = EngineSetup(weights=TINY, folder=folder, folders=adapter_in(folder), processes=processes)
+        setup = EngineSetup(weights=TINY, folder=folder, folders=adapters, processes=processes)
         return build_engine(config, None, load_tokenizer(TINY), setup)
 
     return [build(process) for process in Thread.pair()]
@@ -165,6 +168,22 @@ def test_a_server_that_stays_away_fails_the_calls_of_every_process(
         asyncio.run(ask(other))
     main.close()
     other.close()
+
+
+def test_full_weights_of_a_given_server_that_ended_are_not_taken_for_the_policys(tmp_path: Path) -> None:
+    """The main process gives them to it again, and cannot tell the others when it has."""
+    with serving(answering(reply([2]))) as (url, _):
+        main, other = engines_in(tmp_path, full=True, urls=(url,))
+        both(lambda engine: engine.set_version(1), main, other)
+        alive, other._api.url = other._api.url, "http://127.0.0.1:1"
+        for address in ("http://127.0.0.1:1", alive):
+            other._api.url = address
+            with pytest.raises(EngineFailure, match="has ended; it gets its weights at the next push"):
+                asyncio.run(ask(other))
+        both(lambda engine: engine.set_version(2), main, other)
+        assert asyncio.run(ask(other))[0].policy_version == 2
+        main.close()
+        other.close()
 
 
 NOTES = """

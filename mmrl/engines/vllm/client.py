@@ -101,7 +101,11 @@ class HttpEngine(VllmEngine):
             asyncio.run_coroutine_threadsafe(self._api.finish_session(session), io_loop())
 
     async def _available(self) -> None:
-        """Return when a server has the weights: at once, but while the only one is started again."""
+        """Return when a server has the weights: at once, but while the only one is started again.
+
+        Raises:
+            EngineFailure: none will have them before the next push.
+        """
         return
 
     @abstractmethod
@@ -120,6 +124,9 @@ class HttpEngine(VllmEngine):
 class SharedServersEngine(HttpEngine):
     """Engine of a process beside the main one, which samples from the main one's servers."""
 
+    _lost = False
+    """The only server, somebody else's, has ended: back at its address, it may lack the pushed full weights."""
+
     def set_version(self, version: int, state: Mapping[str, Tensor] | None = None) -> None:
         """Learn what the main process's servers serve as policy `version`; a collective.
 
@@ -137,10 +144,18 @@ class SharedServersEngine(HttpEngine):
         self._api.url, self._routed, self._base = served.url, served.routed, served.base
         self._versions = [*self._versions, (version, dict(served.adapters))][-self.setup.versions :]
         self.rules = self._rules(served.context)
-        self.policy_version = version
+        self.policy_version, self._lost = version, False
+
+    @override
+    async def _available(self) -> None:
+        if self._lost:
+            raise EngineFailure(f"the vLLM server at {self._api.url} has ended; it gets its weights at the next push")
 
     @override
     async def _recover(self, error: HttpFailure, failures: int, name: str) -> None:
+        if self.config.urls and not self._routed and not self.names and not error.reached:
+            self._lost = True
+            return
         if failures >= REQUEST_TRIES:
             raise EngineFailure(f"the vLLM server failed {failures} times: {error}") from error
         await asyncio.sleep(2.0 ** (failures - 1))

@@ -43,17 +43,20 @@ class Replica:
         if self.process is not None:
             await asyncio.to_thread(self.process.start)
             self.api.url = self.process.url
-        self._adapters.clear()
         try:
             cards = await self.api.models()
         except (HttpFailure, EngineFailure) as error:
             raise EngineFailure(f"engine.urls: no vLLM server answers at {self.api.url}: {error}") from error
+        # One that could not be reached for a while still has its adapters, and vLLM refuses a name twice.
+        self._adapters = set(cards)
         self.base = BASE if BASE in cards else next(iter(cards), BASE)
         card = cards.get(self.base, {})
         self.root, self.context = card.get("root"), card.get("max_model_len")
 
     async def load(self, name: str, folder: str) -> None:
-        """Serve the LoRA adapter in `folder` under `name`."""
+        """Serve the LoRA adapter in `folder` under `name`, which no other adapter has had."""
+        if name in self._adapters:
+            return
         await self.api.request("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
         self._adapters.add(name)
 

@@ -327,6 +327,8 @@ class VllmServerEngine(HttpEngine, PushingEngine):
         # The address is the same: a server that is not routed to would answer before it has been given its weights.
         while not self._serving and self._reviving:
             await self._revived()
+        if not self._serving:
+            raise EngineFailure(f"no vLLM server is left until the next push; {self._log_tails()}")
 
     @override
     async def _recover(self, error: HttpFailure, failures: int, name: str) -> None:
@@ -340,7 +342,7 @@ class VllmServerEngine(HttpEngine, PushingEngine):
     async def _take_out_lost(self, error: HttpFailure, wait_s: float = DYING_S) -> bool:
         """Take servers out that have ended, or do so soon, and begin to start them again; False where there is none.
 
-        Servers of others are taken out as long as one is left.
+        Servers of others come back with the next push; where none is left, as soon as one listens.
         """
         deadline = time.monotonic() + wait_s
         serving = [*self._serving]
@@ -351,8 +353,6 @@ class VllmServerEngine(HttpEngine, PushingEngine):
             lost = [replica for replica in serving if await replica.lost()]
             if serving != self._serving:
                 return True
-            if len(lost) == len(serving) and all(replica.process is None for replica in lost):
-                lost = lost[1:]
             # Where one is being started again, this request was most likely its: the others have it soon.
             waits = time.monotonic() < deadline and not self._reviving
             if lost or not waits or all(replica.process is None for replica in serving):
@@ -364,16 +364,32 @@ class VllmServerEngine(HttpEngine, PushingEngine):
             LOG.warning("%s has ended; %s", replica.name, replica.log_tail())
             if self.router is not None:
                 await self.router.remove(replica.api.url)
-            if replica.process is not None:
+            if replica.process is not None or not self._serving:
                 self._reviving.add(asyncio.create_task(self._revive(replica, error)))
         return bool(lost)
 
     async def _revive(self, replica: Replica, error: HttpFailure) -> None:
-        """Start a server that ended, with the newest weights: calls of older ones died with it and are sent again."""
+        """Start a server that ended, or wait for somebody else's, with the newest weights.
+
+        Calls of older ones died with it and are sent again.
+        """
         replica.spend_restart(error, self.config.restarts)
-        LOG.warning("starting %s again", replica.name)
+        if replica.process is None:
+            await self._returned(replica)
+        else:
+            LOG.warning("starting %s again", replica.name)
         self.restarts += 1
         await self._bring_up_to_date(replica)
+
+    async def _returned(self, replica: Replica) -> None:
+        """Wait until somebody listens again at an address, or another server serves."""
+        limit_s = self.config.start_timeout_s
+        LOG.warning("waiting for a server at %s (engine.start_timeout_s=%g)", replica.api.url, limit_s)
+        deadline = time.monotonic() + limit_s
+        while await replica.lost():
+            if self._serving or time.monotonic() > deadline:
+                raise EngineFailure(f"engine.urls: nobody listens at {replica.api.url}")
+            await asyncio.sleep(WATCH_S)
 
     async def _bring_up_to_date(self, replica: Replica) -> None:
         await self._boot(replica)
@@ -413,14 +429,17 @@ class VllmServerEngine(HttpEngine, PushingEngine):
         ended = HttpFailure("connection", "it has ended")
         while self._reviving:
             await self._revived()
+        out = [replica for replica in self.replicas if replica not in self._serving]
         await self._take_out_lost(ended, wait_s=0.0)
-        for replica in self.replicas:
-            if replica not in self._serving and replica.process is None and not await replica.lost():
+        for replica in out:
+            if replica.process is None and not await replica.lost():
                 await self._bring_up_to_date(replica)
-            elif replica not in self._serving and replica.process is not None and not replica.process.alive:
+            elif replica.process is not None and not replica.process.alive:
                 self._reviving.add(asyncio.create_task(self._revive(replica, ended)))
         while self._reviving:
             await self._revived()
+        if not self._serving:
+            raise EngineFailure("no vLLM server is left")
 
     def _log_tails(self) -> str:
         return "; ".join(replica.log_tail() for replica in self.replicas)
