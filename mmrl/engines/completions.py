@@ -25,6 +25,8 @@ _THIS_ONE = re.compile(
 _REFUSED = re.compile(
     r"unsupported|not support|not permitted|not allowed|unknown|unrecognized|unexpected", re.IGNORECASE
 )
+_CUT_OFF = ("error", "abort")
+"""Finish reasons of replies that their server could not end."""
 _CUT = re.compile(r"max_tokens or model output limit", re.IGNORECASE)
 _THINK, _END = "<think>", "</think>"
 
@@ -120,7 +122,7 @@ def remedy(path: str, body: Mapping[str, object], status: int, text: str) -> str
 
 def refuses_this_one(status: int, text: str) -> bool:
     """Return True for a refusal of one request, not of all: its prompt is too long, or filtered for its content."""
-    return status in (400, 413, 422) and _THIS_ONE.search(text) is not None
+    return status in (200, 400, 413, 422) and _THIS_ONE.search(text) is not None
 
 
 def check_length(text: str, body: Mapping[str, object]) -> None:
@@ -134,6 +136,16 @@ def check_length(text: str, body: Mapping[str, object]) -> None:
         raise HttpFailure("garbage", f"a completion of {len(text)} characters for max_tokens={limit}")
 
 
+def check_unfiltered(reply: Reply) -> None:
+    """Refuse a reply that a filter stopped: what is left of it is not what the model says.
+
+    Raises:
+        HttpFailure: it is one.
+    """
+    if refuses_this_one(200, reply.finish):
+        raise HttpFailure("garbage", f"finish_reason '{reply.finish}'", status=200, text=reply.finish)
+
+
 def read_completion(content: bytes, reasoning: str = "drop") -> Reply:
     """Read a reply.
 
@@ -141,7 +153,7 @@ def read_completion(content: bytes, reasoning: str = "drop") -> Reply:
         reasoning: `Endpoint.reasoning`.
 
     Raises:
-        ValueError: it is no chat completion; with the reply's text.
+        ValueError: it is no chat completion, or its server could not end it; with the reply's text.
     """
     try:
         reply = json.loads(content)
@@ -154,6 +166,8 @@ def read_completion(content: bytes, reasoning: str = "drop") -> Reply:
         thought = _count(usage, "completion_tokens_details", "reasoning_tokens")
         # after decoding: a server may have spelled the key in escapes
         answer, finish = hide(text), hide(str(choice.get("finish_reason") or "stop"))
+        if finish in _CUT_OFF:
+            raise ValueError(f"finish_reason '{finish}'")
         answered = with_reasoning(answer, hide(thoughts), reasoning)
         return Reply(
             text=answered,

@@ -24,6 +24,7 @@ from mmrl.engines.completions import (
     Usage,
     asks_for_the_other_limit,
     check_length,
+    check_unfiltered,
     cut_at_the_limit,
     read_completion,
     refuses_this_one,
@@ -167,6 +168,7 @@ class OpenAIChat:
                 before=self._before,
             )
             check_length(reply.text, body)
+            check_unfiltered(reply)
         except HttpFailure as failure:
             if self._renamed(body, failure):
                 return await self._reply(messages, options)

@@ -34,7 +34,7 @@ class FakeVllm:
     """vLLM's engine as far as ours uses it: one token per request and step, `length` tokens in all."""
 
     def __init__(self, length: int = 3):
-        self.length, self.asleep, self.broken = length, False, False
+        self.length, self.asleep, self.broken, self.finish = length, False, False, "length"
         self.model_config = SimpleNamespace(max_model_len=512)
         self.engine_core = SimpleNamespace(shutdown=lambda: self.events.append("shutdown"))
         self.live: dict[str, list[int]] = {}
@@ -62,7 +62,7 @@ class FakeVllm:
             ids.append(7)
             if len(ids) >= min(self.length, self.params[name].max_tokens):
                 rows = [{7: SimpleNamespace(logprob=-0.5)} for _ in ids]
-                made = SimpleNamespace(token_ids=ids, logprobs=rows, finish_reason="length")
+                made = SimpleNamespace(token_ids=ids, logprobs=rows, finish_reason=self.finish)
                 done.append(SimpleNamespace(request_id=name, finished=True, outputs=[made]))
                 del self.live[name]
         return done
@@ -210,6 +210,9 @@ def test_failures_are_told_with_vllms_words_and_hang_nobody(
 ) -> None:
     with pytest.raises(EngineFailure, match="vLLM refused the request: ValueError: unlucky"):
         asyncio.run(one(engine, (13,)))
+    fake.finish = "abort"
+    with pytest.raises(EngineFailure, match=r"vLLM cut the completion off \(finish reason 'abort'\)"):
+        asyncio.run(one(engine))
     fake.broken = True
     assert [str(failure) for failure in together(engine, 8, 8, 8)] == ["vLLM failed: RuntimeError: out of memory"] * 3
     monkeypatch.setattr(fake, "collective_rpc", lambda *args, **kwargs: 1 / 0)

@@ -16,7 +16,7 @@ import pytest
 from mmrl.config.endpoint import EndpointConfig
 from mmrl.config.retriever import RemoteRetrieverConfig
 from mmrl.engines.openai import OpenAIChat
-from mmrl.errors import ConfigError, EngineFailure
+from mmrl.errors import ConfigError, EngineFailure, RequestFailure
 from mmrl.system.http_client import Breaker
 from mmrl.system.replies import retry_after
 from tests.helpers.servers import Scripted, ScriptedServer, Seen, chat_reply, serving
@@ -73,6 +73,26 @@ def test_server_errors_and_garbage_are_tried_again() -> None:
         assert ask(chat) == "fine"
     assert len(server.seen) == 4
     assert (chat.usage.requests, chat.usage.retries, chat.usage.failures) == (1, 3, 0)
+
+
+@pytest.mark.parametrize("finish", ["error", "abort"])
+def test_a_reply_that_its_server_could_not_end_is_tried_again(finish: str) -> None:
+    with serving([chat_reply("In Port", finish=finish), chat_reply("fine")]) as (url, server):
+        chat = chat_at(url, max_wait_s=0.02)
+        assert ask(chat) == "fine"
+        with pytest.raises(EngineFailure, match=f"finish_reason '{finish}'"):
+            server.script = [chat_reply("", finish=finish)]
+            ask(chat)
+    assert (chat.usage.requests, chat.usage.failures) == (1, 1)
+
+
+def test_a_reply_that_a_filter_stopped_fails_as_a_refusal_of_it_does() -> None:
+    refused = Scripted({"error": {"code": "content_filter"}}, 400)
+    with serving([chat_reply("In Port", finish="content_filter"), refused]) as (url, server):
+        for _ in range(2):
+            with pytest.raises(RequestFailure, match="content_filter"):
+                ask(chat_at(url))
+    assert len(server.seen) == 2
 
 
 def test_tries_are_bounded_and_the_server_is_quoted() -> None:

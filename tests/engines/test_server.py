@@ -248,6 +248,14 @@ def test_a_given_server_is_asked_again_and_then_given_up(tmp_path: Path, monkeyp
     assert len([body for body in asked(server, "/v1/completions") if "logprobs" in body]) == 4
 
 
+@pytest.mark.parametrize("ids", [[20, 21], []])
+def test_a_completion_that_the_server_cut_off_is_asked_for_again(ids: list[int], tmp_path: Path) -> None:
+    """As vLLM answers when it pauses, sleeps or is told to end."""
+    with served(tmp_path, reply(ids, finish="abort"), reply([20, 2])) as (engine, _):
+        made = ask(engine)
+    assert (made.ids, made.finish) == ((20, 2), "eos")
+
+
 def test_a_push_that_is_refused_or_stuck(tmp_path: Path) -> None:
     def refuse(seen: Seen) -> Scripted:
         if seen.path == "/v1/load_lora_adapter" and seen.body is not None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
+from mmrl.engines.vllm.command import ENDS
 from mmrl.errors import EngineFailure
 from mmrl.system.files import dumps
 from mmrl.system.http_client import HttpClient, HttpFailure
@@ -40,6 +41,10 @@ class VllmApi:
         Args:
             fields: `command.sampling_fields`.
             session: a router sends all requests of one to the same server; "": there is no router.
+
+        Raises:
+            HttpFailure: no reply, or a completion that the server cut off.
+            EngineFailure: a refusal, or a reply that is no completion.
         """
         body = {
             "model": model,
@@ -57,9 +62,13 @@ class VllmApi:
             reply = await self.request("/v1/completions", body, {SESSION: session} if session else None)
         try:
             choice = reply["choices"][0]
+            finish = str(choice["finish_reason"])
+            if finish not in ENDS:
+                raise HttpFailure(
+                    "garbage", f"a completion that was cut off (finish_reason '{finish}')", transient=True
+                )
             ids = [int(token) for token in choice["token_ids"]]
             logprobs = [float(value) for value in choice["logprobs"]["token_logprobs"]]
-            finish = str(choice["finish_reason"])
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise EngineFailure(
                 f"the server's reply lacks token ids or log-probabilities ({error!r:.60}): {quoted(dumps(reply))}"

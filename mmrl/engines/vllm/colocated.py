@@ -28,7 +28,7 @@ from mmrl.config.engines import VllmColocatedConfig
 from mmrl.engines.base import Completion, EngineSetup, Request
 from mmrl.engines.embedded.batch_rows import BatchRow
 from mmrl.engines.vllm.base import PushedAdapter, PushingEngine
-from mmrl.engines.vllm.command import engine_arguments, resources, sampling_fields
+from mmrl.engines.vllm.command import ENDS, engine_arguments, resources, sampling_fields
 from mmrl.errors import ConfigError, EngineFailure, SyncFailure
 from mmrl.models.load import local_path
 
@@ -196,11 +196,13 @@ class VllmColocatedEngine(PushingEngine):
                 return
 
     def _answer(self, job: _VllmRequest, output: CompletionOutput) -> Completion | Exception:
+        if (finish := str(output.finish_reason)) not in ENDS:
+            return EngineFailure(f"vLLM cut the completion off (finish reason '{finish}')")
         ids = [int(token) for token in output.token_ids]
         if not ids or output.logprobs is None:
             return EngineFailure("vLLM sent no tokens or no log-probabilities")
         logprobs = [float(row[token].logprob) for row, token in zip(output.logprobs, ids, strict=True)]
-        return self._completion(job.row, ids, logprobs, str(output.finish_reason), job.version)
+        return self._completion(job.row, ids, logprobs, finish, job.version)
 
     def _add(
         self, name: str, prompt_ids: Sequence[int], fields: Mapping[str, Any], adapter: PushedAdapter | None

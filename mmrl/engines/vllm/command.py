@@ -28,6 +28,8 @@ LOG = logging.getLogger("mmrl.engines")
 
 BASE = "base"
 """Served name of the weights that the server was started with."""
+ENDS = ("stop", "length", "repetition")
+"""vLLM's finish reasons of whole completions; it cuts others off when it pauses, sleeps or ends ("abort")."""
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """LoRA ranks that vLLM can be built for; the next larger one serves."""
 UNREAD = (
