@@ -41,6 +41,8 @@ class FakeVllm:
         self.params: dict[str, Any] = {}
         self.events: list[Any] = []
         self.widest = 0
+        self.held = 0
+        """Resets of the prefix cache that vLLM refuses."""
 
     def add_request(self, name: str, prompt: Any, params: Any, lora_request: Any = None) -> None:
         assert not self.asleep
@@ -70,8 +72,10 @@ class FakeVllm:
     def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
         self.events.append((method, sum(1 for _ in kwargs["weights_iterator"])))
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self) -> bool:
         self.events.append("reset")
+        self.held -= 1
+        return self.held < 0
 
     def sleep(self, level: int) -> None:
         self.asleep = True
@@ -151,6 +155,18 @@ def test_it_sleeps_while_the_trainer_works_and_wakes_for_a_push_or_a_call(
     pushed = [event for event in fake.events if event[0] == "reload_weights"]
     assert fake.events == [*pushed[:1], "reset", ("sleep", 1), "wake", ("sleep", 1), "wake", *pushed[1:], "reset"]
     assert pushed[0][1] == len(engine.model.state_dict())
+
+
+def test_weights_are_not_served_beside_prefixes_of_those_before(
+    fake: FakeVllm, engine: VllmColocatedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mmrl.engines.vllm.colocated.RESET_WAIT_S", 0.0)
+    fake.held = 2
+    engine.set_version(1)
+    assert fake.events.count("reset") == 1 + 3
+    fake.held = 10**9
+    with pytest.raises(SyncFailure, match=r"version 2 .*vLLM did not empty its prefix cache"):
+        engine.set_version(2)
 
 
 @pytest.mark.parametrize("options", [{"device": "cpu"}, {"sleep": False}])

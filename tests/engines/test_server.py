@@ -272,6 +272,27 @@ def test_a_push_that_is_refused_or_stuck(tmp_path: Path) -> None:
         engine.close()
 
 
+@pytest.mark.parametrize("body", ["", {"success": True}], ids=["older versions", "newer"])
+def test_weights_are_not_served_beside_prefixes_of_those_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: Any
+) -> None:
+    monkeypatch.setattr("mmrl.engines.vllm.api.RESET_WAIT_S", 0.01)
+    monkeypatch.setattr(VllmServerEngine, "_save", lambda engine, version, state: {"": tmp_path / f"v{version}"})
+    resets = [Scripted(body), *[Scripted({"success": False})] * 2, Scripted(body), Scripted({"success": False})]
+
+    def answer(seen: Seen) -> Scripted:
+        if seen.path == "/reset_prefix_cache":
+            return resets.pop(0) if len(resets) > 1 else resets[0]
+        return answering(reply([2]))(seen)
+
+    with serving(answer) as (url, _), closing(engine_of(tmp_path, setup=ON_GPU, urls=(url,))) as engine:
+        engine.set_version(1)
+        engine.set_version(2)
+        assert len(resets) == 1
+        with pytest.raises(SyncFailure, match=r"version 3 .*the prefix cache was not emptied"):
+            engine.set_version(3)
+
+
 def test_nobody_at_the_address(tmp_path: Path) -> None:
     with serving([Scripted("")]) as (url, _):
         pass

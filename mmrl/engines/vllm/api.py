@@ -5,12 +5,13 @@ Under `vllm_server`; checked against vLLM 0.31 and 0.32 (`vllm/entrypoints`).
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
-from mmrl.engines.vllm.command import ENDS
+from mmrl.engines.vllm.command import ENDS, RESET_TRIES, RESET_WAIT_S
 from mmrl.errors import EngineFailure
 from mmrl.system.files import dumps
 from mmrl.system.http_client import HttpClient, HttpFailure
@@ -87,9 +88,18 @@ class VllmApi:
         await self.request(f"/finish_session?session_id={quote(session, safe='')}", {})
 
     async def reload(self, folder: str) -> None:
-        """Replace the base weights by those in `folder`, in place, and forget every cached prefix."""
+        """Replace the base weights by those in `folder`, in place, and forget every cached prefix.
+
+        Raises:
+            EngineFailure: it refused, or keeps prefixes of the weights before.
+        """
         await self.request("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
-        await self.request("/reset_prefix_cache", {})
+        for _ in range(RESET_TRIES):
+            # Older versions answer without a body.
+            if await self.request("/reset_prefix_cache", {}) != {"success": False}:
+                return
+            await asyncio.sleep(RESET_WAIT_S)
+        raise EngineFailure("the prefix cache was not emptied (POST /reset_prefix_cache: success=false)")
 
     async def probe(self, model: str, ids: Sequence[int]) -> list[float]:
         """Return the log-probability of each of `ids` but the first, at temperature 1; never from the prefix cache."""

@@ -28,7 +28,7 @@ from mmrl.config.engines import VllmColocatedConfig
 from mmrl.engines.base import Completion, EngineSetup, Request
 from mmrl.engines.embedded.batch_rows import BatchRow
 from mmrl.engines.vllm.base import PushedAdapter, PushingEngine
-from mmrl.engines.vllm.command import ENDS, engine_arguments, resources, sampling_fields
+from mmrl.engines.vllm.command import ENDS, RESET_TRIES, RESET_WAIT_S, engine_arguments, resources, sampling_fields
 from mmrl.errors import ConfigError, EngineFailure, SyncFailure
 from mmrl.models.load import local_path
 
@@ -252,7 +252,12 @@ class VllmColocatedEngine(PushingEngine):
         source = self.model.state_dict() if state is None else state
         weights = ((name, tensor.detach()) for name, tensor in source.items())
         self._vllm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-        self._vllm.reset_prefix_cache()
+        for _ in range(RESET_TRIES):
+            if self._vllm.reset_prefix_cache() is not False:
+                return
+            self._vllm.step()  # of calls that were given up, which end with it
+            time.sleep(RESET_WAIT_S)
+        raise EngineFailure("vLLM did not empty its prefix cache, which has prefixes of the weights before")
 
     @override
     def _probes(self, adapter: PushedAdapter | None) -> dict[str, list[float]]:

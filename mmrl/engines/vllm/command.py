@@ -30,6 +30,8 @@ BASE = "base"
 """Served name of the weights that the server was started with."""
 ENDS = ("stop", "length", "repetition")
 """vLLM's finish reasons of whole completions; it cuts others off when it pauses, sleeps or ends ("abort")."""
+RESET_TRIES, RESET_WAIT_S = 10, 0.5
+"""vLLM does not empty its prefix cache while a request holds a part of it; how often it is asked, at which interval."""
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """LoRA ranks that vLLM can be built for; the next larger one serves."""
 UNREAD = (
