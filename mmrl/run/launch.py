@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -28,6 +29,11 @@ from mmrl.tasks.base import Task
 
 JOB = "MMRL_JOB"
 """Environment variable that hands a worker its job as JSON: the settled config, the command, new or continued."""
+OF_ACCELERATE = re.compile(
+    r"ACCELERATE_(MIXED_PRECISION|USE_(CPU|FSDP|DEEPSPEED|MEGATRON_LM|PARALLELISM_CONFIG)|CONFIG_DS_FIELDS"
+    r"|(DYNAMO|DEEPSPEED|GRADIENT)_.*)|FSDP_.*"
+)
+"""Variables by which accelerate is told how to wrap, compile and compute a model; not those of its logs."""
 GRACE_S = 20.0
 """Seconds that the other processes have to end after one has died."""
 
@@ -85,6 +91,15 @@ def environment(hardware: HardwareConfig, rank: int, port: int) -> dict[str, str
         "OMP_NUM_THREADS": str(hardware.threads or 1),
     }
     return variables | wrapping(hardware)
+
+
+def drop_wrapping() -> None:
+    """Remove accelerate's variables: hardware profile and `model.dtype` say what they would.
+
+    `accelerate launch` sets them by the defaults of the user's `accelerate config`, transformers by the run before.
+    """
+    for name in filter(OF_ACCELERATE.fullmatch, list(os.environ)):
+        del os.environ[name]
 
 
 def wrapping(hardware: HardwareConfig) -> dict[str, str]:

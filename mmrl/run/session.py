@@ -34,7 +34,7 @@ from mmrl.run.build import build_task, check_model, evaluated
 from mmrl.run.check import Checked, check_all
 from mmrl.run.checkup import check_before_training
 from mmrl.run.kinds import build_stage, kind_of
-from mmrl.run.launch import must_start, released, start, wrapping
+from mmrl.run.launch import drop_wrapping, must_start, released, start, wrapping
 from mmrl.run.ray_launch import start_on_ray
 from mmrl.run.settle import Settled, import_plugins, refuse_edits, settle, stored_config
 from mmrl.run.start import config_of_resumed, keep_checkpoints, started, with_teachers
@@ -76,6 +76,7 @@ def begin(checked: Checked[StageConfig], resumed: bool = False) -> tuple[Path, i
         check_model(settled.config)
     hardware = settled.config.hardware
     # Several processes and no launcher: this one only starts them and waits, so it must not join them.
+    drop_wrapping()
     starts = credited and (on_ray or must_start(hardware.processes, hardware.nodes))
     processes = _join(hardware, settled.config.engine) if credited and not starts else ALONE
     if processes.main:  # or every process of a launcher would make a folder of its own

@@ -335,6 +335,22 @@ def test_a_killed_process_ends_the_run_and_it_continues_to_the_numbers_of_one(tm
     assert capsys.readouterr().out.count("training reward") == 1
 
 
+def test_the_defaults_of_accelerate_launch_do_not_reach_a_run(random_model, tmp_path, monkeypatch):
+    """It sets them by the user's `accelerate config`, and the trainer's `Accelerator` reads them."""
+    from accelerate.commands.launch import launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    flags = "--num_processes 2 --num_machines 1 --mixed_precision bf16 --dynamo_backend inductor --use_fsdp"
+    defaults = prepare_multi_gpu_env(launch_command_parser().parse_args([*flags.split(), "train.py"]))
+    found = {name: value for name, value in defaults.items() if name.startswith(("ACCELERATE_", "FSDP_"))}
+    assert found["ACCELERATE_MIXED_PRECISION"] == "bf16" and found["ACCELERATE_USE_FSDP"] == "true"
+    for name, value in {**found, "ACCELERATE_LOG_LEVEL": "info"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("mmrl.run.session.build_stage", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert main(command(random_model, tmp_path / "run")) == 130
+    assert not found.keys() & os.environ.keys() and "ACCELERATE_LOG_LEVEL" in os.environ
+
+
 def test_a_run_resumed_where_its_gpu_is_not_is_refused(random_model, tmp_path, errors_of, monkeypatch):
     monkeypatch.setattr("mmrl.run.session.build_stage", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
     run = tmp_path / "run"
