@@ -76,6 +76,22 @@ def test_requests_of_a_session_meet_and_weights_reach_every_server(tmp_path: Pat
         assert changes == [*(("/v1/load_lora_adapter", f"v{n}") for n in range(3)), ("/v1/unload_lora_adapter", "v0")]
 
 
+def test_the_router_asks_no_proxy_for_the_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        serving([Scripted("squid", 403)]) as (proxy, asked),
+        serving(fake(answering)) as (first, _),
+        serving(fake(answering)) as (second, _),
+    ):
+        for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+            monkeypatch.setenv(name, proxy.removesuffix("/v1"))
+        for name in ("NO_PROXY", "no_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        with closing(engine_of(tmp_path, urls=(first, second))) as engine:
+            engine.set_version(0)
+            assert len(asyncio.run(ask(engine, sessions=2))) == 2
+    assert not asked.seen
+
+
 def test_a_server_killed_under_way_costs_no_request_and_comes_back_with_the_newest_weights(tmp_path: Path) -> None:
     with closing(started(tmp_path)) as engine:
         engine.set_version(0)

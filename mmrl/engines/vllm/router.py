@@ -21,6 +21,8 @@ from mmrl.system.http_client import HttpFailure
 PACKAGE = "vllm_router"
 CHANGE_TRIES = 3
 """Tries of a change of the servers behind it."""
+NO_PROXIES = dict.fromkeys(("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"), "")
+"""Variables for it: it would ask the environment's proxy for servers on this machine or in this cluster."""
 START_S = 60.0
 """Until the router answers."""
 
@@ -49,7 +51,7 @@ class Router:
     def __init__(self, config: VllmServerConfig, log: Path):
         self._process: ChildProcess | None = None
         if config.router is None:
-            self._process = ChildProcess(_command, log=log, timeout_s=START_S)
+            self._process = ChildProcess(_command, log=log, timeout_s=START_S, env=NO_PROXIES)
         self.api = VllmApi((config.router or "").removesuffix("/"), config.timeout_s, config.concurrency)
 
     async def start(self, servers: Sequence[str]) -> None:
