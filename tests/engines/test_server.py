@@ -130,6 +130,7 @@ def test_how_the_server_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--gpu-memory-utilization 0.4" in " ".join(server_arguments(VllmServerConfig(), ON_GPU, "/w", "raw", 0, 0))
     assert server_environment(VllmServerConfig(kv_cache_gb=3), setup)["VLLM_CPU_KVCACHE_SPACE"] == "3"
     assert server_environment(VllmServerConfig(), setup)["OMP_NUM_THREADS"] == "2"
+    assert server_environment(VllmServerConfig(), setup)["VLLM_API_KEY"] == ""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert "OMP_NUM_THREADS" not in server_environment(VllmServerConfig(), setup)  # the user's own stays
 

@@ -229,6 +229,7 @@ def server_environment(config: VllmConfig, setup: EngineSetup) -> dict[str, str]
     variables = resources(config, setup) | {
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
         "VLLM_SERVER_DEV_MODE": "1",  # reload of weights; the server listens on this machine alone
+        "VLLM_API_KEY": "",  # of the user's own servers: this one would refuse us
     }
     if setup.device != "cpu" and setup.devices:
         visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]

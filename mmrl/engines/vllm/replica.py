@@ -46,7 +46,8 @@ class Replica:
         try:
             cards = await self.api.models()
         except (HttpFailure, EngineFailure) as error:
-            raise EngineFailure(f"engine.urls: no vLLM server answers at {self.api.url}: {error}") from error
+            key = "engine.urls: " if self.process is None else ""
+            raise EngineFailure(f"{key}no vLLM server answers at {self.api.url}: {error}") from error
         # One that could not be reached for a while still has its adapters, and vLLM refuses a name twice.
         self._adapters = set(cards)
         self.base = BASE if BASE in cards else next(iter(cards), BASE)
