@@ -16,6 +16,7 @@ import itertools
 import json
 import logging
 import math
+import os
 import random
 import ssl
 import time
@@ -24,6 +25,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from mmrl.errors import ConfigError, reason_of
+from mmrl.secrets import hide
 from mmrl.system.portal import io_loop
 from mmrl.system.replies import (
     ACCEPTED,
@@ -52,6 +55,9 @@ BREAKER_FAILURES = 8
 """Failed requests in a row after which requests fail at once."""
 BREAKER_S = 15.0
 """Seconds until one request is let through again."""
+
+PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
+"""Variables of the environment that name proxies, in lower or upper case."""
 
 log = logging.getLogger("mmrl.http")
 
@@ -293,6 +299,7 @@ class HttpClient:
 
         Raises:
             HttpFailure: no such reply.
+            ConfigError: a proxy of the environment that cannot be used.
         """
         import httpx
 
@@ -316,7 +323,8 @@ class HttpClient:
             raise HttpFailure("timeout", f"no reply within {self.timeout_s:g} s", transient=True) from None
         # A group: a port that is none gets through httpx to the socket (in a redirect's address; ours are checked).
         except (httpx.InvalidURL, httpx.UnsupportedProtocol, ValueError, ExceptionGroup):
-            raise HttpFailure("connection", "is no address (host or port)", reached=False) from None
+            proxy = f", or that of a proxy is none: {names}" if self._proxies and (names := _proxies()) else ""
+            raise HttpFailure("connection", f"is no address (host or port){proxy}", reached=False) from None
         except (httpx.HTTPError, OSError) as error:
             reason = f"{type(error).__name__}: {quoted(str(error))}".removesuffix(": ")
             reached = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
@@ -372,14 +380,25 @@ class HttpClient:
             # httpx's certificates and the system's: a cluster's own authority is among those.
             self._tls = httpx.create_ssl_context()
             self._tls.load_default_certs()
-        return httpx.AsyncClient(
-            timeout=None,
-            limits=httpx.Limits(max_connections=1, keepalive_expiry=IDLE_S),
-            follow_redirects=self._redirects,
-            event_hooks={"response": [refuse_large_redirect]} if self._redirects else {},
-            trust_env=self._proxies,
-            verify=self._tls,
-        )
+        try:
+            return httpx.AsyncClient(
+                timeout=None,
+                limits=httpx.Limits(max_connections=1, keepalive_expiry=IDLE_S),
+                follow_redirects=self._redirects,
+                event_hooks={"response": [refuse_large_redirect]} if self._redirects else {},
+                trust_env=self._proxies,
+                verify=self._tls,
+            )
+        except (ImportError, ValueError, httpx.InvalidURL) as error:  # of a proxy: nothing else in it is typed
+            reason = hide(reason_of(error))
+            raise ConfigError(
+                f"{_proxies()}: no proxy that can be used ({reason}); expected http://HOST:PORT"
+            ) from None
+
+
+def _proxies() -> str:
+    """Return the variables of the environment that name proxies."""
+    return ", ".join(name for name, value in os.environ.items() if name.lower() in PROXIES and value)
 
 
 def _parsed(content: bytes, parse: Callable[[bytes], T]) -> T:

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from mmrl.system.http_client import HttpClient, HttpFailure
+from mmrl.errors import ConfigError
+from mmrl.system.http_client import PROXIES, HttpClient, HttpFailure
 from mmrl.system.portal import io_loop, on_rollout_loop, rollout_loop
 from mmrl.system.stop import stoppable
 from tests.helpers.servers import Scripted, serving
@@ -72,6 +73,19 @@ def test_a_redirect_to_what_is_no_address_is_a_failure_of_the_request(location: 
             client.wait(client.attempt("GET", url, limit=10))
         client.close()
     assert failure.value.cause == "connection"
+
+
+@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:1", "ftp://me:hunter22@h:1", "http://[::1", "127.0.0.1:99999"])
+def test_a_proxy_that_cannot_be_used_is_named(proxy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in PROXIES:
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setenv("HTTP_PROXY", proxy)
+    client = HttpClient("test", timeout_s=5.0, concurrency=1, proxies=True)
+    with pytest.raises((ConfigError, HttpFailure), match="HTTP_PROXY") as raised:
+        client.wait(client.attempt("GET", "http://127.0.0.2/", limit=100))
+    assert "hunter22" not in str(raised.value)
+    client.close()
 
 
 def test_certificates_are_checked_whatever_the_first_address_is() -> None:
