@@ -84,6 +84,7 @@ def refuse_cluster(config: RootConfig) -> None:
     of_node = _together([need] * hardware.processes)
     fitting = [node for node in nodes if _holds(node["Resources"], of_node)]
     available = "; ".join(f"{node['NodeManagerAddress']}: {_text(node['Resources'])}" for node in nodes)
+    available += " (nodes that are up; no autoscaler is waited for)"
     if len(fitting) < hardware.nodes:
         each = (
             f"got {hardware.processes} on each of hardware.nodes={hardware.nodes} nodes, which takes {_text(of_node)}"

@@ -55,6 +55,7 @@ def test_too_small(
     monkeypatch.setattr("mmrl.engines.vllm.command._has_vllm", lambda python: True)
     err = refused(*words)
     assert said in err and len(err.splitlines()) == 1
+    assert err.rstrip().endswith("(nodes that are up; no autoscaler is waited for)")
 
 
 def test_a_folder_of_this_machine_alone(
