@@ -102,7 +102,9 @@ def request_body(
 
 def asks_for_the_other_limit(body: Mapping[str, object], status: int, text: str) -> bool:
     """Return True if a refusal says that the limit of new tokens has to be called `max_completion_tokens`."""
-    return status in (400, 422) and LIMITS[0] in body and LIMITS[1] in text
+    # vLLM names both where the limit leaves no room for the prompt.
+    asks = status in (400, 422) and LIMITS[0] in body and LIMITS[1] in text
+    return asks and not refuses_this_one(status, text)
 
 
 def cut_at_the_limit(status: int, text: str) -> bool:

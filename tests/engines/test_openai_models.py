@@ -11,7 +11,7 @@ import pytest
 from mmrl.cli import main
 from mmrl.config.endpoint import EndpointConfig
 from mmrl.engines.openai import OpenAIChat
-from mmrl.errors import EngineFailure
+from mmrl.errors import EngineFailure, RequestFailure
 from tests.engines.test_openai import ASK, ask
 from tests.helpers.servers import Scripted, Seen, chat_reply, serving
 
@@ -63,6 +63,21 @@ def test_the_limit_is_renamed_when_the_server_asks_for_it_and_that_is_said_once(
     assert (chat.usage.requests, chat.usage.failures) == (6, 0)
     (said,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert "engine.endpoint.max_tokens_field=max_completion_tokens" in said
+
+
+def test_a_prompt_that_leaves_no_room_for_the_limit_does_not_rename_it() -> None:
+    """In vLLM's words, which name both."""
+    too_long = (
+        "'max_tokens' or 'max_completion_tokens' is too large: 200. This model's maximum context length is 4096 tokens "
+        "and your request has 4000 input tokens (200 > 4096 - 4000)."
+    )
+    with serving([Scripted({"error": {"message": too_long}}, 400), chat_reply("In Portugal.")]) as (url, server):
+        chat = chat_at(url)
+        with pytest.raises(RequestFailure) as raised:
+            asyncio.run(chat.complete(ASK, max_tokens=200))
+        assert ask(chat, max_tokens=9) == "In Portugal."
+    assert "max_tokens_field" not in str(raised.value)
+    assert [set(seen.body) - {"model", "messages"} for seen in server.seen] == [{"max_tokens"}] * 2
 
 
 def test_the_name_of_the_limit_can_be_fixed() -> None:
