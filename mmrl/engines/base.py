@@ -119,7 +119,7 @@ class Engine(ABC):
     max_context: int | None = None
     """Most tokens of prompt and completion together; None: not known here."""
     repeats_greedy: bool = False
-    """True if the same greedy request gets the same tokens again, whatever is decoded beside it."""
+    """What `repeats` says of every module."""
 
     @property
     def busy_s(self) -> float:
@@ -145,6 +145,10 @@ class Engine(ABC):
 
     def leave(self) -> None:  # noqa: B027
         """Note that a program has ended."""
+
+    def repeats(self, module: str) -> bool:
+        """Return whether the same greedy request of a module gets the same tokens again, whatever is beside it."""
+        return self.repeats_greedy
 
     async def rest(self) -> None:  # noqa: B027
         """Return when nothing is under way any more for programs that have left, unless others are live."""

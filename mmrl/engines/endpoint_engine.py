@@ -128,6 +128,14 @@ class Router(Engine):
     def leave(self) -> None:
         self.engine.leave()
 
+    @override
+    async def rest(self) -> None:
+        await self.engine.rest()
+
+    @override
+    def repeats(self, module: str) -> bool:
+        return (self.endpoints.get(module) or self.engine).repeats(module)
+
     @contextmanager
     @override
     def prefix_cache_kept(self) -> Iterator[None]:

@@ -271,7 +271,7 @@ class RolloutContext(Context):
         if settings.max_context is not None and tokens >= settings.max_context:
             raise LengthFailure(f"a prompt of {tokens} tokens leaves no room in a context of {settings.max_context}")
         failure: ParseFailure | None = None
-        for attempt in range(self.env.attempts):
+        for attempt in range(self.env.attempts(module)):
             completion, text = await self._reply(generation, attempt)
             message: Message | None = None
             if generation.as_message:

@@ -133,10 +133,9 @@ class Environment:
     generated: int = 0
     """Completions that engines made, of dropped rollouts, second plays and replies that do not parse too."""
 
-    @property
-    def attempts(self) -> int:
-        """Samples of a call until its reply parses: one where it would be the same reply again."""
-        same = self.settings.temperature == 0 and self.engine.repeats_greedy
+    def attempts(self, module: str) -> int:
+        """Return the samples of a call until its reply parses: one where it would be the same reply again."""
+        same = self.settings.temperature == 0 and self.engine.repeats(module)
         return 1 if same else self.settings.parse_retries + 1
 
     @contextmanager

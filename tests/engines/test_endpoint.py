@@ -138,13 +138,17 @@ class Own(Engine):
     max_context = 512
 
     def __init__(self):
-        self.busy_s, self.versions, self.closed, self.kept = 1.5, [], False, False
+        self.busy_s, self.versions, self.closed, self.kept, self.rested = 1.5, [], False, False, False
+        self.repeats_greedy = True
 
     async def generate(self, request):
         return Completion(ids=(1,), logprobs=(-0.5,), finish="eos", policy_version=7)
 
     def set_version(self, version, state=None):
         self.versions.append((version, state))
+
+    async def rest(self):
+        self.rested = True
 
     @contextmanager
     def prefix_cache_kept(self):
@@ -174,6 +178,8 @@ def test_each_module_asks_its_own_endpoint_and_the_others_the_engine(tokenizer):
         with engine.prefix_cache_kept():
             assert own.kept and engine.max_context == 512
         assert not own.kept
+        asyncio.run(engine.rest())
+        assert own.rested and [engine.repeats(module) for module in ("a", "c")] == [False, True]
         engine.close()
     assert [tokenizer.decode(found.ids[:-1]) for found in (a, b)] == ["left", "right"]
     assert (a.policy_version, c.policy_version, c.logprobs) == (3, 7, (-0.5,))
