@@ -199,7 +199,7 @@ def with_model(config: EngineConfig, model: str) -> EndpointConfig:
 
 
 def unreachable(endpoints: Mapping[str, EndpointConfig]) -> list[str]:
-    """Return reasons why no request to some endpoints can succeed, one sentence each; asks each one token.
+    """Return reasons why no request to some endpoints can succeed, one sentence each; asks each for 16 tokens.
 
     Args:
         endpoints: where an endpoint stands in the config -> the endpoint.

@@ -40,6 +40,8 @@ LOG = logging.getLogger("mmrl.engines")
 
 LARGEST_REPLY = 4 * 2**20
 """Bytes of a reply beyond which it is refused."""
+PROBE_TOKENS = 16
+"""Limit of new tokens of a probe: some endpoints take no lower one."""
 PROBE_S = 20.0
 """Longest wait for an endpoint that is probed before a run."""
 
@@ -99,7 +101,7 @@ class OpenAIChat:
         return await self._http.run(self._remembered(messages, options))
 
     def unreachable(self) -> list[str]:
-        """Return reasons why no request can succeed: no server, a refused key, an unknown model. Blocks; one token.
+        """Return reasons why no request can succeed: no server, a refused key, an unknown model. Blocks; 16 tokens.
 
         One sentence per problem, with the config key. What may pass (429, 500, a slow reply) is no problem.
         """
@@ -122,10 +124,10 @@ class OpenAIChat:
         self._http.close()
 
     async def _probe(self) -> list[str]:
-        """Check that it answers a request for one token."""
+        """Check that it answers a short request."""
         # Not the list of models: that is not offered, or not allowed, everywhere.
         settings = self.settings
-        body = request_body(settings, [{"role": "user", "content": "ping"}], {"max_tokens": 1}, self._limit)
+        body = request_body(settings, [{"role": "user", "content": "ping"}], {"max_tokens": PROBE_TOKENS}, self._limit)
         try:
             async with asyncio.timeout(min(settings.timeout_s, PROBE_S)):
                 await self._http.attempt("POST", self._url, body=body, limit=LARGEST_REPLY)

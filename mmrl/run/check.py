@@ -97,7 +97,7 @@ def check(config: RootConfig) -> list[str]:
         rewards = reward_set(task, reward, credited)
         problems += without_effect(config, config.typed.keys, rewards, task.absent_features, len(task.program.modules))
     problems += task.server_problems() + across_sections(config) + endpoint_problems(config, task)
-    # Endpoints to which no request can succeed; each is asked for at most one token.
+    # Endpoints to which no request can succeed; each is asked for at most 16 tokens.
     needed = {f"engine.endpoints.{module}": settings for module, settings in (config.engine.endpoints or {}).items()}
     if isinstance(config, EvalRunConfig) and engine_name(config) == "openai":
         needed["engine.endpoint"] = with_model(config.engine, config.policy)

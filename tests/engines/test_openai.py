@@ -250,9 +250,9 @@ def looked_at(script: Callable[[Seen], Scripted]) -> tuple[list[str], ScriptedSe
         (Scripted("broken", 500), None),
     ],
 )
-def test_an_endpoint_that_refuses_every_request_is_found_by_one_token(reply: Scripted, problem: str | None) -> None:
+def test_an_endpoint_that_refuses_every_request_is_found_by_a_short_one(reply: Scripted, problem: str | None) -> None:
     problems, server, chat = looked_at(lambda seen: reply)
-    assert [(seen.path, seen.body["max_tokens"]) for seen in server.seen] == [("/v1/chat/completions", 1)]
+    assert [(seen.path, seen.body["max_tokens"]) for seen in server.seen] == [("/v1/chat/completions", 16)]
     assert server.seen[0].headers["Authorization"] == f"Bearer {KEY}"
     assert chat.usage.metrics()["endpoint/requests"] == 0
     if problem is None:
