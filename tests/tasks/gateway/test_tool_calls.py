@@ -180,9 +180,9 @@ def test_the_form_that_a_request_asks_for_is_that_of_what_follows_thoughts():
 
     async def agent(example, base_url, api_key):
         got, messages = [], [USER]
-        tools: dict[str, Any]
         for tools in ({}, {"tools": [TOOL]}, {}):
-            answer = await post(base_url, api_key, **{"response_format": form, "messages": messages, **tools})
+            body: dict[str, Any] = {"response_format": form, "messages": messages, **tools}
+            answer = await post(base_url, api_key, **body)
             message = answer.json()["choices"][0]["message"]
             got.append((message["content"], message["reasoning_content"]))
             messages = [*messages, message, USER] if not tools else messages
