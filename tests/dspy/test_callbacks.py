@@ -5,7 +5,7 @@ import pytest
 from dspy.utils.callback import BaseCallback
 
 from tests.dspy import Answer
-from tests.dspy.test_caught_failures import ScriptedLM
+from tests.dspy.test_caught_failures import Watched
 from tests.dspy.test_models_doing import Shortens, size_of
 from tests.helpers.programs import filled, run_program
 
@@ -37,23 +37,12 @@ def test_lm_callbacks_are_told_what_plain_dspy_tells_them(kind, reply):
         forest, _ = run_program(kind(), answer=lambda request: reply)
     assert forest.rollouts[0].error == (None if "answer" in reply else "parse")
     adapter = dspy.ChatAdapter(use_json_adapter_fallback=False)
-    with dspy.context(callbacks=[plain], lm=ScriptedPlain(reply), adapter=adapter):
+    with dspy.context(callbacks=[plain], lm=Watched(lambda messages: reply), adapter=adapter):
         try:
             Answer()(text="train0")
         except dspy.utils.exceptions.AdapterParseError:
             assert "answer" not in reply
     assert notes.told == plain.told and len(notes.told) == 2
-
-
-class ScriptedPlain(ScriptedLM):
-    """With the callbacks of DSPy's own LMs."""
-
-    def __init__(self, reply):
-        super().__init__(lambda messages: reply)
-
-    @dspy.utils.callback.with_callbacks
-    def __call__(self, prompt=None, *, messages=None, **kwargs):
-        return [self.reply(messages)]
 
 
 def test_a_prompt_that_is_too_long_is_the_lms_exception():

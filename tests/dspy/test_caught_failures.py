@@ -3,9 +3,11 @@
 import json
 import sys
 from collections import Counter
+from functools import partial
 
 import dspy
 import pytest
+from dspy.utils.callback import with_callbacks
 from dspy.utils.exceptions import AdapterParseError
 
 from mmrl.cli import main
@@ -323,6 +325,72 @@ def test_without_a_parse_failure_the_same_ends_are_the_programs_own(how):
 
     forest, _ = run_program(Always(), answer=lambda request: filled(answer="x"), reward=strict_metric)
     assert (forest.rollouts[0].error, forest.rollouts[0].reward) == ("reward", None)
+
+
+class Watched(ScriptedLM):
+    """With the callbacks of DSPy's own LMs."""
+
+    @with_callbacks
+    def __call__(self, prompt=None, *, messages=None, **kwargs):
+        return [self.reply(messages)]
+
+
+class Hidden(Answer):
+    """Hides a request that cannot be recorded, as agents and attempts do."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.hint = how, dspy.Predict("text -> hint")
+        if how == "blocks":
+            self.aforward = self._aforward
+
+    def hinted(self, text):
+        adapter = {"adapter": dspy.ChatAdapter()} if self.how == "lm and adapter" else {}
+        with dspy.context(lm=Watched(lambda messages: filled(hint="h")), **adapter):
+            return self.hint(text=text).hint
+
+    def forward(self, text):
+        try:
+            text += self.hinted(text)
+        except Exception:
+            text += "none"
+        return self.answer(text=text)
+
+    async def _aforward(self, text):
+        try:
+            text += self.hint(text=text).hint
+        except Exception:
+            text += "none"
+        return await self.answer.acall(text=text)
+
+
+def judged(inputs, prediction):
+    with dspy.context(lm=Watched(lambda messages: filled(score="1"))):
+        return float(dspy.Predict("answer -> score")(answer=prediction.answer).score)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (partial(Hidden, "lm"), "an LM of its own (Watched), whose replies are not recorded"),
+        (partial(Hidden, "lm and adapter"), "an LM of its own (Watched), whose replies are not recorded"),
+        (partial(Hidden, "blocks"), "without await"),
+        (partial(dspy.BestOfN, dspy.Predict("text -> answer"), 2, judged, 1.0), "an LM of its own (Watched)"),
+    ],
+)
+def test_a_request_that_is_not_recorded_ends_the_rollout_also_where_it_is_caught(make, message):
+    forest, _ = run_program(make(), answer=lambda request: filled(answer="x"), reward=lambda prediction: 1.0)
+    (rollout,) = forest.rollouts
+    assert (rollout.error, rollout.reward) == ("program", None) and message in rollout.error_message
+
+
+def test_a_reward_of_attempts_may_ask_a_model_without_a_module():
+    def judged(inputs, prediction):
+        return float(Watched(lambda messages: "1")(prediction.answer)[0])
+
+    refined = dspy.Refine(dspy.Predict("text -> answer"), 2, judged, 1.0)
+    forest, _ = run_program(refined, answer=lambda request: filled(answer="x"))
+    assert [(r.error, r.prediction) for r in forest.rollouts] == [(None, {"answer": "x"})]
 
 
 def test_outside_of_rollouts_the_count_is_dspys():

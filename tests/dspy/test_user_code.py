@@ -1,18 +1,25 @@
 """Tools and metrics of users: in threads, on the tape, with DSPy's objects; exceptions told with file and line."""
 
+import json
 import threading
 
+import dspy
 import pytest
 
 from mmrl.config import DataConfig
 from mmrl.config.tasks import PluginTaskConfig
 from mmrl.errors import OWN_CODE, ProgramFailure, failure_summary
 from mmrl.rollout import with_program
+from mmrl.rollout.dspy.policy_lm import Answer as Answered
+from mmrl.rollout.dspy.policy_lm import TextEngine
 from mmrl.rollout.plans import fork_on
 from mmrl.system import user_code
+from mmrl.system.user_code import as_async
 from mmrl.tasks.base import Score
 from mmrl.tasks.dspy.own import OwnTask
+from mmrl.tasks.dspy.tools import use_tool_sync
 from tests.dspy import Answer, agents
+from tests.dspy.agents import step
 from tests.helpers.programs import filled, make_dspy, play_dspy, run_program, saved
 
 ROWS = [{"question": "When?", "gold": "2026-01-02"}, {"question": "Then?", "gold": "2026-01-03"}]
@@ -121,6 +128,68 @@ def test_a_traceback_is_bounded():
 
 def answered(request):
     return filled(answer="x")
+
+
+class Other(dspy.LM):
+    """A model that is frozen: says one word, and counts."""
+
+    def __init__(self, word):
+        super().__init__("other", cache=False, num_retries=0, engine=TextEngine(self.said), async_engine=None)
+        self.word, self.sent = word, 0
+
+    def said(self, messages, config):
+        self.sent += 1
+        return Answered(filled(summary=self.word), 1, 1)
+
+
+def short(text: str) -> str:
+    """A summary by the model that is configured."""
+    return dspy.Predict("text -> summary")(text=text).summary
+
+
+def shorter(text: str) -> str:
+    """A summary by a model of its own."""
+    with dspy.context(lm=OWN_MODEL):
+        return dspy.Predict("text -> summary")(text=text).summary
+
+
+def shortest(text: str) -> str:
+    """A summary without a predictor."""
+    return dspy.settings.lm(text)[0]
+
+
+OWN_MODEL = Other("own")
+
+
+class Summed(Answer):
+    """Its tool is one of the task's."""
+
+    def forward(self, text):
+        return self.answer(text=use_tool_sync("short", text=text))
+
+
+@pytest.mark.parametrize(("tool", "says"), [(short, "configured"), (shorter, "own"), (shortest, "configured")])
+def test_models_in_tools_are_frozen_and_asked_once_for_all_forks(tool, says):
+    """The configured one, or another; of the program's own tools and of the task's."""
+    configured, before = Other("configured"), OWN_MODEL.sent
+
+    def answer(request):
+        if request.module == "extract.predict":
+            return filled(reasoning="so", answer="x")
+        done = "observation_0" in request.messages[-1]["content"]
+        chosen = step("finish") if done else step(tool.__name__, text="abc")
+        return filled(**{**chosen, "next_tool_args": json.dumps(chosen["next_tool_args"])})
+
+    with dspy.context(lm=configured):
+        agent = dspy.ReAct("text -> answer", tools=[tool])
+        forest, _ = run_program(agent, fork_on("extract.predict", 3), answer)
+        asked = (configured.sent, OWN_MODEL.sent - before)
+        summed, _ = run_program(Summed(), answer=answered, tools={"short": as_async(tool)})
+    assert [(r.error, r.error_message) for r in (*forest.rollouts, *summed.rollouts)] == [(None, "")] * 4
+    assert all(says in r.prediction["trajectory"]["observation_0"] for r in forest.rollouts)
+    assert says in next(iter(summed.calls.values())).prompt_text
+    assert asked == ((0, 1) if says == "own" else (1, 0))
+    assert {call.module for call in forest.calls.values()} == {"react", "extract.predict"}
 
 
 class Exhausted(Answer):

@@ -13,12 +13,12 @@ import copy
 import functools
 import os
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, cast
 
 import dspy
-from dspy.utils.callback import with_callbacks
+from dspy.utils.callback import BaseCallback, with_callbacks
 from dspy.utils.exceptions import AdapterParseError
 from dspy.utils.parallelizer import ParallelExecutor
 from typing_extensions import override
@@ -126,7 +126,9 @@ class DspyProgram(Program, FieldProgram, Canonical, Guarded):
         """
         host = Host(ctx, self.structure, asyncio.get_running_loop())
         adapter = tape_adapter(adapter_in_use(self.layout))
-        settings = {"lm": TapeLM(host), "adapter": adapter, "disable_history": True, "track_usage": False}
+        callbacks = [*dspy.settings.callbacks, Watch(host)]
+        settings = {"lm": TapeLM(host), "adapter": adapter, "callbacks": callbacks}
+        settings |= {"disable_history": True, "track_usage": False}
         try:
             # DSPy's settings are context variables: rollouts that run at once do not see each other's.
             with dspy.context(**settings, trace=trace), tape.running(host), counted_anew():
@@ -197,12 +199,16 @@ class TapeLM(dspy.BaseLM):
         self.unread: AdapterParseError | None = None
         """Exception for the reply, if it does not parse."""
 
-    def __call__(self, *request: Any, **named: Any) -> list[str]:
+    def __call__(self, *request: Any, **named: Any) -> Any:
         """Called by adapters."""
+        if (lm := frozen_lm(self.host, self)) is not None:
+            return lm(*request, **named)
         return self._read(self._told(*request, **named))
 
-    async def acall(self, *request: Any, **named: Any) -> list[str]:
+    async def acall(self, *request: Any, **named: Any) -> Any:
         """Called by adapters."""
+        if (lm := frozen_lm(self.host, self)) is not None:
+            return await lm.acall(*request, **named)
         return self._read(await self._atold(*request, **named))
 
     # What LM callbacks see: a reply that does not parse is no error of the LM's. Arguments have the names of DSPy's.
@@ -247,6 +253,34 @@ class TapeLM(dspy.BaseLM):
         return copied
 
 
+class Watch(BaseCallback):
+    """Ends a rollout where another LM answers a module: `dspy.context(lm=…, adapter=…)` leaves out `TapeAdapter`."""
+
+    def __init__(self, host: Host):
+        self.host = host
+
+    def on_lm_start(self, call_id: str, instance: Any, inputs: dict[str, Any]) -> None:
+        """See `BaseCallback`."""
+        if not isinstance(instance, TapeLM) and self.host.module is not None:
+            with suppress(ProgramFailure):  # DSPy logs what a callback raises, and goes on
+                self.host.fail(foreign(instance))
+
+
+def foreign(lm: object) -> str:
+    """Return the sentence about an LM that is not the rollout's."""
+    return (
+        f"a predictor was called with an LM of its own ({type(lm).__name__}), whose replies are not recorded; make "
+        "another model a tool of the task"
+    )
+
+
+def frozen_lm(host: Host, lm: dspy.BaseLM) -> dspy.BaseLM | None:
+    """Return the LM of a request that a tool makes of its own, by default the configured one; None: it is a call."""
+    if not host.frozen:
+        return None
+    return host.lm if isinstance(lm, TapeLM) else lm
+
+
 def sent_messages(predictor: dspy.Predict, inputs: Fields, adapter: dspy.Adapter) -> list[Message]:
     """Return the messages that a rollout would send for the inputs of a predictor.
 
@@ -260,6 +294,13 @@ def sent_messages(predictor: dspy.Predict, inputs: Fields, adapter: dspy.Adapter
     return checked_messages(type(predictor).__name__, adapter.format(rendered, demos, values))
 
 
+def running_host() -> Host:
+    """Return the host of the rollout that is running."""
+    host = tape.current()
+    assert isinstance(host, Host)
+    return host
+
+
 class TapeAdapter(dspy.Adapter):
     """Base put before the user's class of adapters; gives each request the parser of its reply.
 
@@ -270,23 +311,28 @@ class TapeAdapter(dspy.Adapter):
     def __call__(
         self, lm: dspy.BaseLM, lm_kwargs: Fields, signature: Signature, demos: Demos, inputs: Fields
     ) -> list[Fields]:
-        fields: list[Fields] = super().__call__(
-            self._bound(lm, lm_kwargs, signature, inputs), lm_kwargs, signature, demos, inputs
-        )
+        host = running_host()
+        if (frozen := frozen_lm(host, lm)) is not None:
+            fields: list[Fields] = host.adapter(frozen, lm_kwargs, signature, demos, inputs)
+            return fields
+        fields = super().__call__(self._bound(lm, lm_kwargs, signature, inputs), lm_kwargs, signature, demos, inputs)
         return fields
 
     @override
     async def acall(
         self, lm: dspy.BaseLM, lm_kwargs: Fields, signature: Signature, demos: Demos, inputs: Fields
     ) -> list[Fields]:
-        fields: list[Fields] = await super().acall(
-            self._bound(lm, lm_kwargs, signature, inputs), lm_kwargs, signature, demos, inputs
-        )
+        host = running_host()
+        if (frozen := frozen_lm(host, lm)) is not None:
+            fields: list[Fields] = await host.adapter.acall(frozen, lm_kwargs, signature, demos, inputs)
+            return fields
+        bound = self._bound(lm, lm_kwargs, signature, inputs)
+        fields = await super().acall(bound, lm_kwargs, signature, demos, inputs)
         return fields
 
     def _bound(self, lm: dspy.BaseLM, lm_kwargs: Fields, signature: Signature, inputs: Fields) -> TapeLM:
         if not isinstance(lm, TapeLM):
-            raise ProgramFailure(f"a predictor was called with an LM of its own ({type(lm).__name__})")
+            running_host().fail(foreign(lm))
         # DSPy's own steps before and after a request, so that what counts as parsed is what DSPy returns.
         processed = self._call_preprocess(lm, dict(lm_kwargs), signature, dict(inputs))
 

@@ -8,9 +8,10 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import dspy
 from dspy.utils.callback import with_callbacks
@@ -26,6 +27,7 @@ from mmrl.tasks.dspy import tools as tape
 
 Parse = Callable[[str], object]
 T = TypeVar("T")
+_IN_TOOL: ContextVar[bool] = ContextVar("mmrl_in_tool", default=False)
 
 
 class Host(tape.Host):
@@ -33,6 +35,8 @@ class Host(tape.Host):
 
     def __init__(self, ctx: Context, structure: Structure, loop: asyncio.AbstractEventLoop):
         self.ctx, self.structure, self.loop = ctx, structure, loop
+        self.lm, self.adapter = dspy.settings.lm, dspy.settings.adapter or dspy.ChatAdapter()
+        """What is configured outside of the rollout: frozen models of its tools have these."""
         self.failure: RolloutError | None = None
         self._caught: list[tuple[Exception, RolloutError]] = []
         """The module's exception for each reply that does not parse and each prompt that is too long, and the failure
@@ -81,7 +85,7 @@ class Host(tape.Host):
     @override
     async def tool(self, name: str, /, **arguments: object) -> object:
         self.raise_failure()
-        with self._first_failure():
+        with self._first_failure(), _in_tool():
             return await self.ctx.tool(name, **arguments)
 
     async def remember(
@@ -89,14 +93,14 @@ class Host(tape.Host):
     ) -> object:
         """Call the rollout's `Context.remember`, for tools of the program's own."""
         self.raise_failure()
-        with self._first_failure():
+        with self._first_failure(), _in_tool():
             return await self.ctx.remember(name, arguments, run)
 
     @override
     def wait(self, coroutine: Coroutine[object, object, T]) -> T:
         if self.on_loop():
             coroutine.close()
-            raise ProgramFailure("aforward called a predictor or tool without await; use acall and use_tool")
+            self.fail("aforward called a predictor or tool without await; use acall and use_tool")
         return self._started(coroutine).result()
 
     async def awaited(self, coroutine: Coroutine[object, object, T]) -> T:
@@ -146,6 +150,21 @@ class Host(tape.Host):
         if self.failure is not None:
             raise self.failure
 
+    def fail(self, problem: str) -> NoReturn:
+        """End the rollout, also where the module catches what is raised here."""
+        with self._first_failure():
+            raise ProgramFailure(problem)
+
+    @property
+    def module(self) -> str | None:
+        """Module that is making a request; None: it is none of the program's."""
+        return self.structure.name_of(dspy.settings.caller_modules or [])
+
+    @property
+    def frozen(self) -> bool:
+        """Whether a request is of a tool's own model: the tool's result is recorded, and it is no call."""
+        return _IN_TOOL.get() and self.module is None
+
     def raise_uncaught(self, error: Exception) -> None:
         """Raise the failure that `error` stands for, if it is what the module got for a reply or a prompt."""
         for raised, failure in self._caught:
@@ -165,9 +184,9 @@ class Host(tape.Host):
             raise
 
     def _caller(self, parse: Parse | None) -> str:
-        callers = dspy.settings.caller_modules or []
-        name = self.structure.name_of(callers)
+        name = self.module
         if name is None:
+            callers = dspy.settings.caller_modules
             raise ProgramFailure(
                 f"a request from {type(callers[-1]).__name__ if callers else 'outside any module'}, which is none of "
                 f"the program's predictors ({', '.join(self.structure.modules)}); predictors must be attributes of the "
@@ -178,6 +197,15 @@ class Host(tape.Host):
                 f"predictor '{name}' bypassed the adapter; set adapters with dspy.configure, not inside the module"
             )
         return name
+
+
+@contextmanager
+def _in_tool() -> Iterator[None]:
+    token = _IN_TOOL.set(True)
+    try:
+        yield
+    finally:
+        _IN_TOOL.reset(token)
 
 
 def messages_of(prompt: str | None, messages: Sequence[Message] | None) -> Sequence[Message]:

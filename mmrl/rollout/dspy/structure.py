@@ -59,12 +59,12 @@ class Structure:
 
     def name_of(self, callers: Sequence[Any]) -> str | None:
         """Find the module that makes a request: the innermost of DSPy's calling modules, or the one it is a copy of."""
-        if not callers:
+        # A request of another module is its own: a reward function's within `Refine`, a tool's within an agent.
+        if not callers or not isinstance(caller := callers[-1], dspy.Predict):
             return None
-        caller = callers[-1]
         # By identity first: a predictor is known by the object that makes the request, not by a name in it.
         name = self._names.get(id(caller)) or vars(caller).get(self._mark)
-        if name is None and isinstance(caller, dspy.Predict) and caller.signature is OfferFeedback:
+        if name is None and caller.signature is OfferFeedback:
             refines = (part for part in reversed(callers) if isinstance(part, dspy.Refine))
             name = next((vars(refine)[self._mark] for refine in refines if self._mark in vars(refine)), None)
         return name if name in self.modules else None
