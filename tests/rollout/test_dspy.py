@@ -1,12 +1,16 @@
 """DSPy modules as programs: prompts byte for byte, one call per request, typed parse failures, forks by replay."""
 
 import asyncio
+import enum
+import json
+import re
 import threading
 import time
 from functools import partial
 from typing import Literal
 
 import dspy
+import pydantic
 import pytest
 
 from mmrl.errors import ConfigError
@@ -143,6 +147,41 @@ def test_a_value_of_the_wrong_type_counts_as_nothing_read(form):
     assert (call.present_fields, call.expected_fields, call.ok) == (0, 2, False)
     assert only(wrong).error == "parse" and len(engine.requests) == 1
     assert only(right).prediction == {"reasoning": "so", "label": "b"}
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+class Named(pydantic.BaseModel):
+    name: str
+
+    @pydantic.field_validator("name", mode="before")
+    @classmethod
+    def stripped(cls, value):
+        return value.strip()
+
+
+@pytest.mark.parametrize("adapter", [dspy.ChatAdapter(), dspy.JSONAdapter()])
+@pytest.mark.parametrize(
+    ("kind", "value", "error"),
+    [
+        (Colour, ["red"], "unhashable|not a valid name or value"),
+        (Named, {"name": None}, "AttributeError: 'NoneType' object has no attribute"),
+    ],
+)
+def test_a_value_at_which_the_parser_stumbles_is_a_parse_failure(adapter, kind, value, error):
+    module = dspy.Predict(dspy.Signature("text -> label").with_updated_fields("label", type_=kind))
+    text = json.dumps(value)
+    with dspy.context(adapter=adapter):
+        forest, _ = run(
+            module,
+            independent(1),
+            answer=lambda request: filled(label=text) if type(adapter) is dspy.ChatAdapter else f'{{"label": {text}}}',
+        )
+    (call,) = forest.path(only(forest))
+    assert (only(forest).error, call.ok, call.present_fields, call.expected_fields) == ("parse", False, 0, 1)
+    assert re.search(error, only(forest).error_message)
 
 
 @pytest.mark.parametrize("form", list(WRITTEN))

@@ -80,7 +80,8 @@ def within_bounds(signature: type[dspy.Signature], text: str, parse: Callable[[t
     """Run `parse` on `text` (`dspy.Adapter.parse`, or more of DSPy's handling of a reply).
 
     Raises:
-        AdapterParseError: what `parse` raises, and for a text that it cannot read in bounded time and depth.
+        AdapterParseError: what `parse` raises, also where a value makes it stumble (an enum of a list, a validator that
+            expects text), and for a text that it cannot read in bounded time and depth.
     """
     from dspy.utils.exceptions import AdapterParseError
 
@@ -95,6 +96,10 @@ def within_bounds(signature: type[dspy.Signature], text: str, parse: Callable[[t
     # Python's parser says MemoryError of thousands of signs in a row, as of any stack of its own that is full.
     except (RecursionError, MemoryError) as error:
         raise refused(f"a value that is too deep to be read ({type(error).__name__})") from None
+    except AdapterParseError:
+        raise
+    except Exception as error:
+        raise refused(f"a value that cannot be read ({type(error).__name__}: {error})") from None
 
 
 def too_many_brackets(text: str) -> bool:
