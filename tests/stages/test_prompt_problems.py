@@ -329,6 +329,17 @@ class Awaited(dspy.Module):
         return await self.steps[0].acall(text=text)
 
 
+class Retrieves(dspy.Module):
+    """With a part that has a state and is no predictor."""
+
+    def __init__(self):
+        super().__init__()
+        self.retrieve, self.answer = dspy.Retrieve(k=1), dspy.Predict("text -> label")
+
+    def forward(self, text):
+        return self.answer(text=text)
+
+
 def refined():
     return dspy.Refine(dspy.ChainOfThought("text -> label"), 2, lambda inputs, output: output.label == "yes", 1.0)
 
@@ -339,6 +350,7 @@ def refined():
         (dspy.Predict("text -> label"), "self"),
         (dspy.ChainOfThought("text -> label"), "predict"),
         (Awaited, "steps[0]"),
+        (Retrieves, "answer"),
         (refined, "module.predict"),
     ],
 )

@@ -46,6 +46,11 @@ returned = None
 def returns(record, prediction):
     return returned
 
+class Retrieves(Answerer):
+    def __init__(self):
+        super().__init__()
+        self.retrieve = dspy.Retrieve(k=1)
+
 class Wants(Answerer):
     def forward(self, query, k=3):
         return self.answer(question=query)
@@ -277,3 +282,20 @@ def test_prompts_of_one_task_leave_the_program_of_another_as_it_is(own, tmp_path
     other = task(own, program="own_program:made", prompts=str(file))
     assert other.predictors["answer"].signature.instructions == "TEACHER"
     assert first.predictors["answer"].signature.instructions != "TEACHER"
+
+
+def test_the_state_of_a_program_that_retrieves_is_that_of_all_its_parts(own, tmp_path):
+    file, lacking = tmp_path / "program.json", tmp_path / "lacking.json"
+    program = task(own, program="own_program:Retrieves").program
+    program.module.retrieve.k = 7
+    program.module.answer.signature = program.module.answer.signature.with_instructions("Be brief, née.")
+    program.save(file)
+    assert "née" in file.read_text(encoding="utf-8")
+    plain = sys.modules["own_program"].Retrieves()
+    plain.load(str(file))  # DSPy's own
+    loaded = task(own, program="own_program:Retrieves", prompts=str(file)).program.module
+    for made in (plain, loaded):
+        assert (made.retrieve.k, made.answer.signature.instructions) == (7, "Be brief, née.")
+    task(own).program.save(lacking)
+    with pytest.raises(ConfigError, match="holds answer, expected the state of answer, retrieve"):
+        task(own, program="own_program:Retrieves", prompts=str(lacking))

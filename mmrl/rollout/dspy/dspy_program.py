@@ -11,16 +11,17 @@ from __future__ import annotations
 import asyncio
 import copy
 import functools
-import os
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, cast
 
 import dspy
+import orjson
 from dspy.utils.callback import BaseCallback, with_callbacks
 from dspy.utils.exceptions import AdapterParseError
 from dspy.utils.parallelizer import ParallelExecutor
+from dspy.utils.saving import get_dependency_versions
 from typing_extensions import override
 
 from mmrl.errors import ConfigError, ParseFailure, ProgramFailure, refuse, unknown
@@ -30,6 +31,7 @@ from mmrl.rollout.dspy.given_up import raise_given_up
 from mmrl.rollout.dspy.guard import guarded
 from mmrl.rollout.dspy.host import Host, Parse, checked_messages, messages_of, record_tools
 from mmrl.rollout.dspy.structure import Structure
+from mmrl.system.files import atomic_write
 from mmrl.system.replies import quoted
 from mmrl.system.user_code import in_thread
 from mmrl.tasks.base import Canonical, Context, Demonstration, FieldProgram, Guarded, Message, Program
@@ -67,9 +69,10 @@ class DspyProgram(Program, FieldProgram, Canonical, Guarded):
 
     def save(self, path: Path) -> None:
         """Write the predictors' prompts and demonstrations to a `.json` file that plain DSPy's `load` reads."""
-        partial = path.with_name(f".{path.name}")  # DSPy writes by the ending of the name
-        self.module.save(str(partial))
-        os.replace(partial, path)
+        # Not by the module's `save`, which hands `dspy.Retrieve` an argument that it does not take.
+        state = {name: parameter.dump_state() for name, parameter in self.module.named_parameters()}
+        state["metadata"] = {"dependency_versions": get_dependency_versions()}
+        atomic_write(path, orjson.dumps(state, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
 
     @override
     def canonical(self, call: Call) -> str | None:

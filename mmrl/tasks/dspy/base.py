@@ -226,7 +226,10 @@ def set_prompts(program: dspy.Module, path: str | None) -> None:
     # In the order of the program's attributes, which is also the order of its modules.
     predictors = dict(program.named_predictors())
     if path.endswith(".json"):
-        _load_state(program, predictors, path)
+        _load_state(program, path)
+        for predictor in predictors.values():
+            # A saved state may name an LM, whose calls would not be recorded.
+            predictor.lm = None
         return
     templates = {
         name: {"instructions": Template(predictor.signature.instructions)} for name, predictor in predictors.items()
@@ -235,19 +238,17 @@ def set_prompts(program: dspy.Module, path: str | None) -> None:
         predictors[name].signature = predictors[name].signature.with_instructions(roles["instructions"])
 
 
-def _load_state(program: dspy.Module, predictors: Mapping[str, dspy.Predict], path: str) -> None:
+def _load_state(program: dspy.Module, path: str) -> None:
     state = read_json("task.prompts", path)
-    # `metadata` holds the versions that DSPy writes beside the predictors.
+    # `metadata` holds the versions that DSPy writes beside the predictors; a `dspy.Retrieve` has a state too.
     saved = set(state) - {"metadata"} if isinstance(state, dict) else set()
-    if saved != set(predictors):
+    expected = [name for name, _ in program.named_parameters()]
+    if saved != set(expected):
         raise ConfigError(
             f"task.prompts: {path} holds {', '.join(sorted(saved)) or 'no predictors'}, "
-            f"expected the state of {', '.join(predictors)}"
+            f"expected the state of {', '.join(expected)}"
         )
     try:
         program.load_state(state)
     except Exception as error:  # DSPy raises what the first wrong key leads to
         raise ConfigError(f"task.prompts: {path} cannot be loaded: {type(error).__name__}: {error}") from None
-    for predictor in predictors.values():
-        # A saved state may name an LM, whose calls would not be recorded.
-        predictor.lm = None
