@@ -89,6 +89,24 @@ def test_what_is_said_of_the_rollout_is_read_for_each_module(tmp_path):
         assert "length 3" not in text and "secret" not in text
 
 
+class Same(dspy.Module):
+    """A metric as `dspy.evaluate.SemanticF1` is one."""
+
+    __name__ = "same"
+
+    def forward(self, example, pred, trace=None):
+        return dspy.Prediction(score=float(example.gold == pred.label), feedback="SAID by a module")
+
+
+def any_number(*given, **named):
+    return {"score": silent(*given, **named), "feedback": "SAID by another"}
+
+
+@pytest.mark.parametrize("metric", [Same(), any_number])
+def test_a_metric_that_speaks_of_no_predictor_is_asked_about_the_rollout_alone(tmp_path, metric):
+    assert all("SAID by a" in text for text in reflected(tmp_path, metric))
+
+
 def test_a_metric_may_choose_to_say_nothing(tmp_path):
     assert not any("secret" in text or "score 0" in text for text in reflected(tmp_path, nothing))
 

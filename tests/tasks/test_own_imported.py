@@ -104,6 +104,21 @@ def every(*given):
 def three(record, prediction, third):
     return 1.0
 
+class Judge(dspy.Module):
+    def __init__(self, given=1.0):
+        super().__init__()
+        self.given = given
+
+class JudgeOfThree(Judge):
+    def forward(self, example, pred, trace):
+        return self.given if trace is None else 0.0
+
+class JudgeOfOne(Judge):
+    def forward(self, example):
+        return self.given
+
+judge_of_three, judge_of_one = JudgeOfThree(), JudgeOfOne()
+
 def broken():
     raise ValueError("no")
 
@@ -229,6 +244,7 @@ FUNCTION = "expected a function (record, prediction) -> number"
             {"program": "own_program:asks", "modules": ("a",)},
             "task.program: own_program:asks takes (question), expected an async function (example, ctx)",
         ),
+        ({"metric": "own_program:judge_of_one"}, f"task.metric: own_program:judge_of_one takes (example), {FUNCTION}"),
         ({"metric": "own_program:one"}, f"task.metric: own_program:one takes (example), {FUNCTION}"),
         (
             {"metric": "own_program:keyword"},
@@ -258,6 +274,12 @@ def test_metrics_and_programs_of_any_fitting_form_are_taken(own):
     with pytest.raises(ConfigError) as caught:
         task(own, **faults)
     assert [problem.partition(":")[0] for problem in caught.value.problems] == ["task.program", "task.metric"]
+
+
+def test_a_metric_that_is_a_module_gets_what_its_forward_asks_for(own):
+    made = task(own, metric="own_program:judge_of_three")
+    forest = play(made, lambda request: filled(answer="x"), made.examples("train")[:1])
+    assert [(rollout.reward, rollout.error_message) for rollout in forest.rollouts] == [(1.0, "")]
 
 
 @pytest.mark.parametrize("name", ["plain", "decorated", "called"])

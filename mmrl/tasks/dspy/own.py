@@ -242,7 +242,7 @@ class ImportedTask(RecordTask):
         predicted = dspy.Prediction(**prediction) if isinstance(prediction, dict) else prediction
         score = scored(await call_scorer(metric, known, predicted, *further_arguments(metric)), "task.metric")
         # Metrics of GEPA's form may say nothing until they are asked about one predictor.
-        if not self.asked_about or refusing_signature(metric, *(None,) * 5) is not None:
+        if not self.asked_about or not speaks_of_predictors(metric):
             return score
         # What it says of the whole stands for predictors of which it says nothing.
         trace, feedback = list(self.program.trace), dict(score.feedback)
@@ -427,11 +427,19 @@ def scored(result: object, source: str) -> Score:
 # --- user code by its signature, before it runs
 
 
+def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
+    """Return a function's signature, of a `dspy.Module` its `forward`'s; None: it does not say, as compiled code."""
+    inner = _method(function, "forward") if is_dspy_module(function) else function
+    try:
+        return inspect.signature(inner or function)
+    except (TypeError, ValueError):
+        return None
+
+
 def refusing_signature(function: Callable[..., Any], /, *args: object, **named: object) -> str | None:
     """Return a function's parameter list as text, if it cannot be called with these arguments."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of compiled code, which does not say
+    signature = signature_of(function)
+    if signature is None:
         return None
     try:
         signature.bind(*args, **named)
@@ -446,21 +454,35 @@ def further_arguments(metric: Callable[..., Any]) -> Sequence[None]:
 
     DSPy's optimizers pass `trace` and more, and so metrics written for it may ask for them.
     """
-    try:
-        parameters = list(inspect.signature(metric).parameters.values())
-    except (TypeError, ValueError):
-        return ()
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return (None,) * sum(p.default is p.empty for p in positional[2:])
+    return (None,) * sum(parameter.default is parameter.empty for parameter in _positional(metric)[2:])
+
+
+def speaks_of_predictors(metric: Callable[..., Any]) -> bool:
+    """Check if a metric has GEPA's form: `trace`, `pred_name` and `pred_trace` behind record and prediction.
+
+    One that takes any number of arguments (`*given`) need not: it may hand them to one that has it not.
+    """
+    return len(_positional(metric)) > 3 and refusing_signature(metric, *(None,) * 5) is None
+
+
+def _positional(metric: Callable[..., Any]) -> Sequence[inspect.Parameter]:
+    signature = signature_of(metric)
+    parameters = () if signature is None else signature.parameters.values()
+    return [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
 def inputs_problem(module: Any, fields: Sequence[str]) -> str | None:
     """Explain why a `dspy.Module` cannot be called with these fields as keywords: the words after "got FIELDS"."""
     name = "aforward" if awaits(module) else "forward"
-    # Not by `module.forward`: DSPy takes that for a call which goes around its own.
-    method = vars(module).get(name) or getattr(type(module), name, None)
+    method = _method(module, name)
     if method is None:
         return None  # its rollouts tell
-    bound = method if name in vars(module) else method.__get__(module)
-    takes = refusing_signature(bound, **dict.fromkeys(fields))
+    takes = refusing_signature(method, **dict.fromkeys(fields))
     return None if takes is None else f"but {type(module).__name__}.{name} takes {takes}"
+
+
+def _method(module: Any, name: str) -> Callable[..., Any] | None:
+    """Return a module's method; not by `module.forward`, which DSPy takes for a call that goes around its own."""
+    of_class: Any = getattr(type(module), name, None)
+    method: Callable[..., Any] | None = vars(module).get(name) or (of_class and of_class.__get__(module))
+    return method
