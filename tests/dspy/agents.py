@@ -151,6 +151,20 @@ WEATHER = Works(
     solved=lambda p: p.answer == "sunny" and p.trajectory["observation_0"] == "sunny in Rome",
     calls=REACT,
 )
+V2 = Works(
+    name="`dspy.ReActV2`",
+    # tests/predict/test_react_v2.py
+    make=lambda: dspy.ReActV2("question -> answer", tools=[get_weather, ticket]),
+    inputs={"question": "Weather in Rome?"},
+    good=[
+        calls(("get_weather", {"city": "Rome"}), ("ticket", {"kind": "a"})),
+        calls(("submit", {"answer": "sunny"})),
+    ],
+    bad=[calls(("submit", {"answer": "rain"}))],
+    solved=lambda p: p.answer == "sunny" and p.termination_reason == "submit",
+    calls={"react": 2},
+    bad_calls={"react": 1},
+)
 AGENTS = [
     WEATHER,
     replace(
@@ -202,19 +216,12 @@ AGENTS = [
         # tests/predict/test_react.py
         adapter=dspy.JSONAdapter(),
     ),
-    Works(
-        name="`dspy.ReActV2`",
+    V2,
+    replace(
+        V2,
+        name="`dspy.ReActV2` under `JSONAdapter`",
         # tests/predict/test_react_v2.py
-        make=lambda: dspy.ReActV2("question -> answer", tools=[get_weather, ticket]),
-        inputs={"question": "Weather in Rome?"},
-        good=[
-            calls(("get_weather", {"city": "Rome"}), ("ticket", {"kind": "a"})),
-            calls(("submit", {"answer": "sunny"})),
-        ],
-        bad=[calls(("submit", {"answer": "rain"}))],
-        solved=lambda p: p.answer == "sunny" and p.termination_reason == "submit",
-        calls={"react": 2},
-        bad_calls={"react": 1},
+        adapter=dspy.JSONAdapter(),
     ),
     Works(
         name="An agent as a tool of another",

@@ -13,8 +13,9 @@ import dspy
 import pydantic
 import pytest
 
-from mmrl.errors import ConfigError
+from mmrl.errors import ConfigError, ProgramFailure
 from mmrl.rollout import with_program
+from mmrl.rollout.dspy.host import checked_messages
 from mmrl.rollout.plans import fork_on_first, independent
 from mmrl.tasks.dspy.fields import adapter_in_use
 from mmrl.tasks.dspy.tools import use_tool, use_tool_sync
@@ -210,6 +211,33 @@ def test_an_adapter_without_a_reminder_has_no_other_layout():
 
     with dspy.context(adapter=Bare()), pytest.raises(ConfigError, match=r"task\.prompt_layout: .*no effect with Bare"):
         adapter_in_use("shared_first")
+
+
+@pytest.mark.parametrize("adapter", [dspy.ChatAdapter(), dspy.JSONAdapter(), dspy.XMLAdapter()])
+def test_tool_calls_of_a_history_are_shown_as_text(adapter):
+    """Also under an adapter that would send them to a provider apart from the text."""
+
+    def look_up(query: str) -> str:
+        """Look it up."""
+        return f"found {query}"
+
+    steps = iter([("look_up", {"query": "needle"}), ("submit", {"answer": "x"})])
+
+    def answer(request):
+        name, arguments = next(steps)
+        calls = {"tool_calls": [{"name": name, "args": arguments}]}
+        return module_program.written("react", {"next_thought": "so", "tool_calls": calls})
+
+    with dspy.context(adapter=adapter):
+        task = with_program(FakeTask(dspy.ReActV2("text -> answer", tools=[look_up])))
+        module_program, engine = task.program, FakeEngine(answer)
+        forest = forest_of(environment(task, engine))
+    assert only(forest).error is None
+    _, _, called, seen, *_ = (message["content"] for message in engine.requests[1].messages)
+    assert "look_up" in called and "needle" in called and "found needle" in seen
+    assert {message["role"] for message in engine.requests[1].messages} == {"system", "user", "assistant"}
+    with pytest.raises(ProgramFailure, match="something other than text"):
+        checked_messages("react", [{"role": "assistant", "content": "so", "tool_calls": [{"id": "1"}]}])
 
 
 class Odd(Answer):

@@ -7,6 +7,7 @@ from functools import partial
 import dspy
 import pytest
 from dspy import lm15
+from dspy.utils.exceptions import LMUnsupportedFeatureError
 
 from mmrl.config import ModelConfig
 from mmrl.engines.base import Completion, Engine
@@ -22,9 +23,10 @@ class Said(Engine):
     """Says one text; for ever where it is told so."""
 
     def __init__(self, tells=True, ends=True):
-        self.tells, self.ends, self.cancelled = tells, ends, asyncio.Event()
+        self.tells, self.ends, self.cancelled, self.asked = tells, ends, asyncio.Event(), []
 
     async def generate(self, request):
+        self.asked.append(request.messages)
         ids = (*encode_text(TOKENIZER, TEXT), TOKENIZER.eos_token_id)
         try:
             while True:
@@ -99,6 +101,22 @@ def test_growing_text_holds_halves_of_characters_back():
     parts = [growing.add(token) for token in ids]
     assert "".join(parts) == growing.text == decode_text(TOKENIZER, ids) == TEXT
     assert not any("\ufffd" in part for part in parts)
+
+
+def test_parts_that_are_not_text_are_refused_and_parts_that_are_are_joined(lm):
+    policy = lm()
+    call = lm15.ToolCallPart(id="1", name="look_up", input={"query": "q"})
+    parts = (lm15.Message.user("question"), lm15.Message.assistant((lm15.TextPart("thought"), call)))
+    with pytest.raises(
+        LMUnsupportedFeatureError, match="messages: got tool_call, tool_result; this LM reads text alone"
+    ):
+        policy(lm15.Request(model="policy", messages=(*parts, lm15.Message.tool("1", "seen"))))
+    with pytest.raises(LMUnsupportedFeatureError, match="messages: got image"):
+        policy(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://x/y.png"}}]}])
+    system = (lm15.TextPart("one"), lm15.TextPart("two"))
+    policy(lm15.Request(model="policy", messages=parts[:1], system=system))
+    expected = ({"role": "system", "content": "one\ntwo"}, {"role": "user", "content": "question"})
+    assert policy.served.engine.asked[-1] == expected
 
 
 def test_a_copy_with_other_options_has_the_same_engine(lm):

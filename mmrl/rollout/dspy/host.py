@@ -221,7 +221,8 @@ def checked_messages(name: str, messages: Sequence[object]) -> list[Message]:
     """
     checked: list[Message] = []
     for message in messages:
-        if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
+        is_text = isinstance(message, Mapping) and isinstance(message.get("content"), str)
+        if not is_text or message.get("tool_calls"):
             raise ProgramFailure(f"predictor '{name}' sends something other than text; only text can be trained on")
         checked.append({"role": str(message["role"]), "content": message["content"]})
     return checked

@@ -56,8 +56,18 @@ class TextEngine:
 
 
 def _messages(request: lm15.Request) -> list[Message]:
-    system: list[Message] = [] if request.system is None else [{"role": "system", "content": str(request.system)}]
-    return [*system, *({"role": str(m.role), "content": m.text or ""} for m in request.messages)]
+    """Return the messages of a request.
+
+    Raises:
+        UnsupportedFeatureError: one has parts that are not text, such as tool calls.
+    """
+    parts = [(str(message.role), message.parts) for message in request.messages]
+    if request.system is not None:
+        system = (lm15.TextPart(request.system),) if isinstance(request.system, str) else request.system
+        parts.insert(0, ("system", system))
+    if other := sorted({part.type for _, given in parts for part in given if not isinstance(part, lm15.TextPart)}):
+        raise lm15.UnsupportedFeatureError(f"messages: got {', '.join(other)}; this LM reads text alone")
+    return [{"role": role, "content": "\n".join(part.text for part in given)} for role, given in parts]
 
 
 def _response(request: lm15.Request, answer: Answer) -> lm15.Response:

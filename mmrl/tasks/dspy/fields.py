@@ -6,6 +6,7 @@ the one hang or overflow the stack, and the other run out of its own. Whoever wr
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 from collections.abc import Callable, Hashable
@@ -25,10 +26,15 @@ _CLOSES = {"]": "[", "}": "{", ")": "("}
 
 
 def adapter_in_use(layout: str) -> dspy.Adapter:
-    """Return the user's adapter (`dspy.configure(adapter=...)`) or DSPy's chat adapter, in `task.prompt_layout`."""
+    """Return the user's adapter (`dspy.configure(adapter=...)`) or DSPy's chat adapter, in `task.prompt_layout`.
+
+    It writes tool calls of a `dspy.History` as text: a policy is shown text alone, and parts of another kind would be
+    lost.
+    """
     import dspy
 
-    adapter: dspy.Adapter = dspy.settings.adapter or dspy.ChatAdapter()
+    adapter: dspy.Adapter = copy.copy(dspy.settings.adapter or dspy.ChatAdapter())
+    adapter.use_native_function_calling = False
     return shared_first(adapter) if layout == "shared_first" else adapter
 
 
