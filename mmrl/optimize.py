@@ -12,7 +12,6 @@ Importing this file imports DSPy.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import itertools
 import json
@@ -31,7 +30,8 @@ from mmrl import api, run
 from mmrl.config import EvalRunConfig, RootConfig, StageConfig, StartConfig
 from mmrl.config.base import SHIPPED, value_at
 from mmrl.errors import CheckpointError, ConfigError, MmrlError, continue_with, gathered, refuse
-from mmrl.rollout.dspy.policy_lm import PolicyLM, ServedPolicy
+from mmrl.rollout.dspy.policy_lm import ServedPolicy, as_trained
+from mmrl.rollout.dspy.structure import Structure
 from mmrl.store.policy import prompts_of
 from mmrl.store.rundir import RunDir, is_run, refuse_full
 from mmrl.system.conf import options
@@ -279,6 +279,8 @@ def _begun(folder: Path, labels: Sequence[str]) -> list[Path]:
 def load(program: dspy.Module, run_dir: Path | str) -> dspy.Module:
     """Return a copy of `program` whose predictors use the weights and prompts of a run; it runs in plain DSPy.
 
+    Called itself it has the prompts of its training; a part of it called alone has them without `task.prompt_layout`.
+
     Args:
         program: the one that was trained, as it was written.
         run_dir: a run directory.
@@ -286,20 +288,22 @@ def load(program: dspy.Module, run_dir: Path | str) -> dspy.Module:
     Raises:
         ConfigError: the program has other predictors than the run's, or the run has no checkpoint.
     """
+    from mmrl.run.settle import stored_config
+
     folder = Path(run_dir)
-    lm = _served(folder, [name for name, _ in program.named_predictors()])
-    trained = copy.deepcopy(program)
+    trained = program.deepcopy()
+    trained.set_lm(None)
+    structure = Structure(trained)
+    served = _served(folder, structure.modules)
     if (prompts := prompts_of(str(folder))[1]) is not None:
         set_prompts(trained, prompts)
-    # Last: saved prompts may name LMs, which are not the policy.
-    for name, predictor in trained.named_predictors():
-        predictor.lm = PolicyLM(lm, name)
+    as_trained(trained, served, structure, getattr(stored_config(folder, RootConfig).task, "prompt_layout", "dspy"))
     trained.run_dir = folder
     return trained
 
 
-def _served(folder: Path, predictors: Sequence[str] = ()) -> ServedPolicy:
-    """Open the policy of a run, which has to have weights for all of these predictors."""
+def _served(folder: Path, modules: Sequence[str] = ()) -> ServedPolicy:
+    """Open the policy of a run, which has to have weights for all of these modules."""
     from mmrl.run.build import fixed_engine
     from mmrl.run.check import served
     from mmrl.run.settle import settle, stored_config
@@ -309,7 +313,7 @@ def _served(folder: Path, predictors: Sequence[str] = ()) -> ServedPolicy:
     shared = {name: getattr(config, name) for name in ("seed", "task", "model", "hardware", "engine", "eval", "run")}
     evaluation = settle(EvalRunConfig(policy=str(folder), plugins=config.plugins, **shared)).config
     policy = served(evaluation)
-    if policy.modules is not None and (missing := [name for name in predictors if name not in policy.modules]):
+    if policy.modules is not None and (missing := [name for name in modules if name not in policy.modules]):
         raise ConfigError(
             f"{folder}: has no weights for {', '.join(missing)}; its modules are {', '.join(policy.modules)}"
         )

@@ -1,9 +1,11 @@
 """The LM of a trained policy: text as its tokens come, from engines that say them and from those that do not."""
 
 import asyncio
+import inspect
 from contextlib import ExitStack
 from functools import partial
 
+import cloudpickle
 import dspy
 import pytest
 from dspy import lm15
@@ -13,7 +15,10 @@ from mmrl.config import ModelConfig
 from mmrl.engines.base import Completion, Engine
 from mmrl.models.chat import GrowingText, decode_text, encode_text
 from mmrl.models.load import load_tokenizer
-from mmrl.rollout.dspy.policy_lm import PolicyLM, ServedPolicy
+from mmrl.rollout.dspy.policy_lm import PolicyLM, ServedPolicy, as_trained
+from mmrl.rollout.dspy.structure import Structure
+from mmrl.tasks.dspy.fields import shared_first
+from tests.helpers.programs import filled
 
 TOKENIZER = load_tokenizer(ModelConfig(name="tiny", path="tiny"))
 TEXT = "naïve, 日本語 and  two blanks\n🙂 end"
@@ -47,7 +52,7 @@ def lm():
     def make(**options):
         served = ServedPolicy("policy", Said(**options), TOKENIZER, ExitStack(), 64, reopen=partial(pytest.fail, "no"))
         made.append(served)
-        return PolicyLM(served, "module")
+        return PolicyLM(served, Structure(dspy.Predict("question -> answer")))
 
     yield make
     for served in made:
@@ -117,6 +122,100 @@ def test_parts_that_are_not_text_are_refused_and_parts_that_are_are_joined(lm):
     policy(lm15.Request(model="policy", messages=parts[:1], system=system))
     expected = ({"role": "system", "content": "one\ntwo"}, {"role": "user", "content": "question"})
     assert policy.served.engine.asked[-1] == expected
+
+
+class Answers(Engine):
+    """Says a text for each module, and notes who asked for what."""
+
+    def __init__(self):
+        self.asked = []
+
+    async def generate(self, request):
+        self.asked.append((request.module, request.messages))
+        fields = {"discussion": "d", "advice": "{}"} if request.module.endswith("feedback") else {"draft": "x"}
+        return Completion(
+            ids=encode_text(TOKENIZER, filled(**fields, answer=request.module)), logprobs=None, finish="eos"
+        )
+
+
+class Two(dspy.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = dspy.Predict("question -> draft"), dspy.Predict("question, draft -> answer")
+
+    def forward(self, question):
+        return self.b(question=question, draft=self.a(question=question).draft)
+
+
+class Awaits(Two):
+    async def aforward(self, question):
+        draft = (await self.a.acall(question=question)).draft
+        return await self.b.acall(question=question, draft=draft)
+
+
+OPENED = {}
+
+
+def opened():
+    return OPENED["policy"]
+
+
+@pytest.fixture
+def trained():
+    def make(program, layout="dspy"):
+        engine, structure = Answers(), Structure(program)
+        OPENED["policy"] = ServedPolicy("policy", engine, TOKENIZER, ExitStack(), 64, opened)
+        as_trained(program, OPENED["policy"], structure, layout)
+        return engine.asked
+
+    yield make
+    OPENED.pop("policy").close()
+
+
+def never(inputs, prediction):
+    return 0.0
+
+
+ONCE = ["module.a", "module.b"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [(dspy.BestOfN, ONCE * 2), (dspy.Refine, [*ONCE, "offer_feedback", *ONCE])]
+)
+@pytest.mark.parametrize("form", ["itself", "a part", "a copy", "loaded"])
+def test_attempts_speak_with_the_weights_of_their_modules(trained, kind, expected, form):
+    program = kind(Two(), 2, never, 1.0)
+    called = program
+    if form == "a part":
+        called = dspy.Module()
+        called.inner, called.forward = program, lambda question: called.inner(question=question)
+        expected = [f"inner.{name}" for name in expected]
+    asked = trained(called)
+    if form == "a copy":
+        called = called.deepcopy()
+    if form == "loaded":
+        called = cloudpickle.loads(cloudpickle.dumps(called))
+    prediction = called(question="q")
+    assert [module for module, _ in asked] == expected and prediction.answer == expected[1]
+    assert isinstance(called, kind) or form == "a part"
+
+
+def test_a_program_has_the_prompt_layout_of_its_training(trained):
+    first = dspy.ChatAdapter().user_message_output_requirements(Two().a.signature)
+    prompts = {}
+    for layout in ("dspy", "shared_first", "set by hand"):
+        program = Awaits()
+        asked = trained(program, "shared_first" if layout == "set by hand" else layout)
+        adapter = shared_first(dspy.ChatAdapter()) if layout == "set by hand" else None
+        with dspy.context(adapter=adapter):
+            assert program(question="q").answer == "b" and asyncio.run(program.acall(question="q")).answer == "b"
+            assert dspy.settings.adapter is adapter
+        assert asked[:2] == asked[2:]
+        prompts[layout] = [message["content"] for message in asked[0][1]]
+    assert [first in content for content in prompts["dspy"]] == [False, True]
+    assert [first in content for content in prompts["shared_first"]] == [True, False]
+    assert prompts["set by hand"] == prompts["shared_first"]
+    assert inspect.getsource(type(program)) == inspect.getsource(Awaits)
 
 
 def test_a_copy_with_other_options_has_the_same_engine(lm):

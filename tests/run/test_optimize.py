@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -336,6 +337,27 @@ def test_load_names_predictors_that_the_run_has_no_weights_for(made: Any, monkey
     monkeypatch.setattr("mmrl.run.check.served", lambda config: Policy(base="tiny", modules={"other": "other"}))
     with pytest.raises(ConfigError, match=r"has no weights for classify\.predict; its modules are other"):
         load(Router(), made[1])
+
+
+class Locked(Router):
+    """With what no copy can be made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+def test_a_program_with_a_lock_is_loaded_and_has_the_layout_of_its_run(made: Any, tmp_path: Path) -> None:
+    shutil.copytree(made[1], tmp_path / "run")
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(config.read_text().replace("prompt_layout: dspy", "prompt_layout: shared_first"))
+    trained = load(Locked(), tmp_path / "run")
+    lm = trained.classify.predict.lm
+    with contextlib.suppress(dspy.utils.exceptions.AdapterParseError):  # a layout that it was not trained with
+        trained(text=DEVSET[0].text)
+    reminder = dspy.ChatAdapter().user_message_output_requirements(Router().classify.predict.signature)
+    assert [reminder in message["content"] for message in lm.history[0]["messages"]] == [True, False]
+    lm.served.close()
 
 
 @pytest.mark.parametrize(

@@ -221,10 +221,10 @@ def checked_messages(name: str, messages: Sequence[object]) -> list[Message]:
     """
     checked: list[Message] = []
     for message in messages:
-        is_text = isinstance(message, Mapping) and isinstance(message.get("content"), str)
-        if not is_text or message.get("tool_calls"):
+        text = message.get("content") if isinstance(message, Mapping) and not message.get("tool_calls") else None
+        if not isinstance(message, Mapping) or not isinstance(text, str):
             raise ProgramFailure(f"predictor '{name}' sends something other than text; only text can be trained on")
-        checked.append({"role": str(message["role"]), "content": message["content"]})
+        checked.append({"role": str(message["role"]), "content": text})
     return checked
 
 

@@ -23,7 +23,9 @@ from mmrl import rng
 from mmrl.engines.base import Completion, Engine, Request, Sampling
 from mmrl.errors import LengthFailure
 from mmrl.models.chat import GrowingText, decode_text, render_prompt
+from mmrl.rollout.dspy.structure import Structure
 from mmrl.tasks.base import Message
+from mmrl.tasks.dspy.fields import adapter_in_use
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -172,19 +174,19 @@ async def generate(engine: Engine, request: Request) -> Completion:
 
 @dataclass(frozen=True, slots=True)
 class _PolicyEngine:
-    """An engine of `dspy.LM`: the weights that a module was trained with. Streams text as its tokens come."""
+    """An engine of `dspy.LM`: the weights that the asking module was trained with. Streams text as its tokens come."""
 
     served: ServedPolicy
-    module: str
+    structure: Structure
 
     def complete(self, request: lm15.Request) -> lm15.Response:
         """See `dspy.clients.engines.base.Engine`."""
-        return _response(request, self.served.started(self.module, request).result())
+        return _response(request, self.served.started(_asking(self.structure), request).result())
 
     def stream(self, request: lm15.Request) -> Iterator[StreamEvent]:
         """See `dspy.clients.engines.base.Engine`."""
         new: SimpleQueue[int | None] = SimpleQueue()
-        answer = self.served.started(self.module, request, new.put)
+        answer = self.served.started(_asking(self.structure), request, new.put)
         answer.add_done_callback(lambda _: new.put(None))
         growing = GrowingText(self.served.tokenizer)
         try:
@@ -201,11 +203,12 @@ class _AsyncPolicyEngine:
     """The async engine beside `_PolicyEngine`."""
 
     served: ServedPolicy
-    module: str
+    structure: Structure
 
     async def complete(self, request: lm15.Request) -> lm15.Response:
         """See `dspy.clients.engines.base.AsyncEngine`."""
-        return _response(request, await asyncio.wrap_future(self.served.started(self.module, request)))
+        answer = self.served.started(_asking(self.structure), request)
+        return _response(request, await asyncio.wrap_future(answer))
 
     async def stream(self, request: lm15.Request) -> AsyncIterator[StreamEvent]:
         """See `dspy.clients.engines.base.AsyncEngine`."""
@@ -215,7 +218,7 @@ class _AsyncPolicyEngine:
             with suppress(RuntimeError):  # the listener's loop has ended meanwhile
                 loop.call_soon_threadsafe(new.put_nowait, token)
 
-        answer = self.served.started(self.module, request, put)
+        answer = self.served.started(_asking(self.structure), request, put)
         answer.add_done_callback(lambda _: put(None))
         growing = GrowingText(self.served.tokenizer)
         try:
@@ -229,6 +232,11 @@ class _AsyncPolicyEngine:
             answer.cancel()
 
 
+def _asking(structure: Structure) -> str:
+    """Return the module that makes a request, the first for requests of none: by hand, or of a predictor made since."""
+    return structure.name_of(dspy.settings.caller_modules or []) or structure.modules[0]
+
+
 def _deltas(text: str) -> list[StreamEvent]:
     return [lm15.StreamDeltaEvent(lm15.TextDelta(text))] if text else []
 
@@ -240,28 +248,84 @@ def _ended(sent: str, answer: Answer) -> list[StreamEvent]:
 
 
 class PolicyLM(dspy.LM):
-    """The LM of one predictor: the weights that its module was trained with.
+    """The LM of a program: each predictor speaks with the weights that its module was trained with.
+
+    One for all of them: `BestOfN` and `Refine` give what they try a copy of its one LM.
 
     Greedy unless `temperature` says otherwise. It is left out of the state that `program.save` writes: weights are
     exported with `mmrl export`. A program that is saved whole keeps it, and opens the run again where it is loaded.
     """
 
-    def __init__(self, served: ServedPolicy, module: str):
-        self.served, self.module = served, module
+    def __init__(self, served: ServedPolicy, structure: Structure):
+        self.served = served
         super().__init__(
             model=served.name,
             temperature=0.0,
             max_tokens=served.max_tokens,
             cache=False,
             num_retries=0,
-            engine=_PolicyEngine(served, module),
-            async_engine=_AsyncPolicyEngine(served, module),
+            engine=_PolicyEngine(served, structure),
+            async_engine=_AsyncPolicyEngine(served, structure),
         )
 
     def dump_state(self) -> None:  # DSPy reads no state as: the LM that is configured
         """Return nothing, so that a saved program loads in plain DSPy and uses the LM that is configured there."""
 
     def __deepcopy__(self, memory: dict[int, Any]) -> PolicyLM:
-        # An engine is not copied with a program that optimisers and `deepcopy` take apart.
-        copied: PolicyLM = self.copy()
-        return copied
+        # Neither it nor its engine is copied with a program that optimisers and `deepcopy` take apart.
+        return self
+
+
+def as_trained(program: dspy.Module, served: ServedPolicy, structure: Structure, layout: str) -> None:
+    """Let a program speak as in its training, with the LM and the adapter that it had there.
+
+    Args:
+        structure: the program's.
+        layout: `task.prompt_layout`.
+    """
+    for _, refine in list(program.named_sub_modules(dspy.Refine)):
+        _put_before(refine, _Advised)
+    _put_before(program, _Trained, _layout=layout)
+    program.set_lm(PolicyLM(served, structure))
+
+
+class _Within(dspy.Module):
+    """Put before a module's class: it runs under settings of its own."""
+
+    def _settings(self) -> dict[str, object]:
+        return {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it."""
+        with dspy.context(**self._settings()):
+            return super().__call__(*args, **kwargs)
+
+    async def acall(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it."""
+        with dspy.context(**self._settings()):
+            return await super().acall(*args, **kwargs)
+
+
+class _Trained(_Within):
+    """Put before the class of a program."""
+
+    _layout: str
+
+    def _settings(self) -> dict[str, object]:
+        return {**super()._settings(), "adapter": adapter_in_use(self._layout)}
+
+
+class _Advised(_Within):
+    """Put before a `dspy.Refine`, which makes the predictor of its advice as it runs."""
+
+    module: dspy.Module
+
+    def _settings(self) -> dict[str, object]:
+        return {**super()._settings(), "lm": self.module.get_lm()}
+
+
+def _put_before(module: dspy.Module, kind: type[_Within], **attributes: object) -> None:
+    of = type(module)
+    # Under the name of the user's, by which `Refine` and prompt optimisers find its source.
+    same = {name: vars(of)[name] for name in ("__module__", "__qualname__", "__firstlineno__") if name in vars(of)}
+    module.__class__ = type(of.__name__, (kind, of), {**same, **attributes})

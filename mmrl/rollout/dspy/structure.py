@@ -69,6 +69,10 @@ class Structure:
             name = next((vars(refine)[self._mark] for refine in refines if self._mark in vars(refine)), None)
         return name if name in self.modules else None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Of a program that is saved whole: in another process ids are of other objects, and marks are enough.
+        return {**vars(self), "_names": {}}
+
     def signature(self, module: str) -> Signature:
         """Return the signature of a module, as it is now: `task.prompts` may have changed it."""
         if module in self._feedback:

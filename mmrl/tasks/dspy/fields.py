@@ -72,8 +72,11 @@ def inheriting(kind: Any) -> Any:
 @functools.cache
 def _shared_first_class(kind: Any) -> Any:
     def format_system_message(self: Any, signature: type[dspy.Signature]) -> str:
-        reminder = kind.user_message_output_requirements(self, signature)
-        return f"{kind.format_system_message(self, signature)}\n\n{reminder}"
+        message, reminder = (
+            kind.format_system_message(self, signature),
+            kind.user_message_output_requirements(self, signature),
+        )
+        return f"{message}\n\n{reminder}" if reminder else str(message)  # none where the inner one has that layout
 
     def user_message_output_requirements(self: Any, signature: type[dspy.Signature]) -> str:
         return ""  # the user's message is stripped
