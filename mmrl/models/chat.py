@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary, ref
 
 from mmrl.errors import RequestFailure
 from mmrl.models.encode import Encoder
-from mmrl.models.template import Messages, Template, Tools
+from mmrl.models.template import USER, Messages, Template, Tools
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 _Turn = tuple[str, str, str]
 """Role, content, and as JSON what else a message has: the tool calls of a reply, the id that a result belongs to."""
 
-CLOSED_THOUGHTS = "</think>"
-_THOUGHTS = ("<think>", CLOSED_THOUGHTS)
+OPENED_THOUGHTS, CLOSED_THOUGHTS = _THOUGHTS = ("<think>", "</think>")
 RECENT = 1024
 """Prompts whose ids are remembered: those of a step; 40 kB each at a thousand tokens."""
 
@@ -92,10 +91,60 @@ def end_of_prompt(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     return tuple(ids[0] for ids in takewhile(lambda ids: len(set(ids)) == 1, ends))[::-1]
 
 
+def thoughts_of_prompt(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the thoughts with which every prompt ends, from `OPENED_THOUGHTS` on; empty without any."""
+    _, opened, thoughts = str(tokenizer.decode(list(end_of_prompt(tokenizer)))).rpartition(OPENED_THOUGHTS)
+    return opened + thoughts if opened else ""
+
+
 def opens_thoughts(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return True if every prompt ends inside of thoughts, which the reply has to end with `CLOSED_THOUGHTS`."""
-    end = str(tokenizer.decode(list(end_of_prompt(tokenizer))))
-    return end.rfind(_THOUGHTS[0]) > end.rfind(CLOSED_THOUGHTS)
+    thoughts = thoughts_of_prompt(tokenizer)
+    return bool(thoughts) and CLOSED_THOUGHTS not in thoughts
+
+
+def refuse_unended(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+    """Refuse the text of a reply that would be trained as thoughts without an end.
+
+    Raises:
+        RequestFailure: the prompt ends inside of thoughts, and nothing in the reply ends them.
+    """
+    if CLOSED_THOUGHTS not in text and opens_thoughts(tokenizer):
+        other = "model.thinking=false, or " if template_of(tokenizer).thinks else ""
+        raise RequestFailure(
+            f"messages: prompts of the model's chat template end inside of thoughts, and the reply has no "
+            f"{CLOSED_THOUGHTS}; use {other}replies that begin with thoughts and {CLOSED_THOUGHTS}"
+        )
+
+
+def reply_ids(
+    tokenizer: PreTrainedTokenizerBase, text: str, messages: Messages = (USER,), *, begins: bool = True
+) -> tuple[int, ...]:
+    """Return the ids of a reply that says `text`: what the chat template puts first, the text, the end of the turn.
+
+    Without the first where that would be read otherwise than as the text.
+
+    Args:
+        messages: the prompt, as far as the first depends on it.
+        begins: false for a text that goes on inside of a turn, where nothing is put first.
+    """
+    bare = (*encode_text(tokenizer, text), end_of_turn(tokenizer))
+    if not begins:
+        return bare
+    try:
+        reply = render_reply(tokenizer, [*messages, {"role": "assistant", "content": text}])
+    except RequestFailure:
+        return bare
+    whole = str(tokenizer.decode(list(reply[:-1]), clean_up_tokenization_spaces=False))
+    return reply if whole.endswith(text) and decode_text(tokenizer, reply).strip() == text.strip() else bare
+
+
+def text_behind_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """Return the text of a whole reply without the beginning of its thoughts that every prompt has already written."""
+    opened, reply = thoughts_of_prompt(tokenizer), text.lstrip()
+    if not opens_thoughts(tokenizer) or not reply.startswith(OPENED_THOUGHTS):
+        return text
+    return reply.removeprefix(opened if reply.startswith(opened) else OPENED_THOUGHTS)
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int:

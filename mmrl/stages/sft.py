@@ -25,15 +25,12 @@ from mmrl.credit.entries import Entry
 from mmrl.errors import CheckpointError, ConfigError, DataError, RequestFailure
 from mmrl.models.assignment import ModuleAssignment
 from mmrl.models.chat import (
-    CLOSED_THOUGHTS,
-    decode_text,
-    encode_text,
-    end_of_turn,
-    opens_thoughts,
+    refuse_unended,
     render_observation,
     render_prompt,
     render_reply,
-    template_of,
+    reply_ids,
+    text_behind_prompt,
 )
 from mmrl.models.replies import THOUGHTS, callable_tools
 from mmrl.records import Call, Example, Forest
@@ -45,7 +42,7 @@ from mmrl.stages.sft_data import best_rollouts, read_examples
 from mmrl.stages.step_metrics import refuse_failures, rollout_metrics
 from mmrl.store.journal import read_step, write_step
 from mmrl.store.policy import checkpoint_step
-from mmrl.tasks.base import Conversation, Demonstration, Message
+from mmrl.tasks.base import Conversation, Demonstration
 from mmrl.trainer.checkpoint import saved_extra
 from mmrl.trainer.objective import StepBatch, TrainCall
 
@@ -252,37 +249,16 @@ def encode(tokenizer: PreTrainedTokenizerBase, demonstration: Demonstration) -> 
     messages, turn = demonstration.messages, ""
     # By the same functions as in rollouts, so that the ids are those that a rollout would send.
     prompt_ids = render_prompt(tokenizer, messages)
+
+    def written(text: str) -> tuple[int, ...]:
+        text = text if turn else text_behind_prompt(tokenizer, text)
+        return reply_ids(tokenizer, text, messages, begins=not turn)
+
     for completion, observation in demonstration.history:
-        written = _written(tokenizer, messages, completion, begins=not turn)
-        prompt_ids = render_observation(tokenizer, (*prompt_ids, *written[:-1]), observation)
+        prompt_ids = render_observation(tokenizer, (*prompt_ids, *written(completion)[:-1]), observation)
         turn = turn + completion + observation if isinstance(observation, str) else ""
-    if CLOSED_THOUGHTS not in turn + demonstration.completion and opens_thoughts(tokenizer):
-        other = "model.thinking=false, or " if template_of(tokenizer).thinks else ""
-        raise RequestFailure(
-            f"messages: prompts of the model's chat template end inside of thoughts, and the reply has no "
-            f"{CLOSED_THOUGHTS}; use {other}replies that begin with thoughts and {CLOSED_THOUGHTS}"
-        )
-    completion_ids = _written(tokenizer, messages, demonstration.completion, begins=not turn)
-    return plain_call(demonstration.module, prompt_ids, completion_ids)
-
-
-def _written(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], completion: str, *, begins: bool
-) -> tuple[int, ...]:
-    """Return the ids of a completion with its end, and before it what the chat template puts at the start of a reply.
-
-    Without the latter where the completion goes on inside of a turn (`begins` is false), or would be read otherwise.
-    """
-    bare = (*encode_text(tokenizer, completion), end_of_turn(tokenizer))
-    if not begins:
-        return bare
-    try:
-        reply = render_reply(tokenizer, [*messages, {"role": "assistant", "content": completion}])
-    except RequestFailure:
-        return bare
-    whole = str(tokenizer.decode(list(reply[:-1]), clean_up_tokenization_spaces=False))
-    same = whole.endswith(completion) and decode_text(tokenizer, reply).strip() == completion.strip()
-    return reply if same else bare
+    refuse_unended(tokenizer, turn + demonstration.completion)
+    return plain_call(demonstration.module, prompt_ids, written(demonstration.completion))
 
 
 def turns_of(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> Iterator[Call]:

@@ -259,6 +259,21 @@ def test_a_trained_reply_is_read_as_its_text(name: str, thinking: bool) -> None:
         assert call.completion_ids[-1] in eos_ids(tokenizer, None)
 
 
+@pytest.mark.parametrize("written", ["<think>\nIn Ulm?\n</think>\n\nYes.", " <think>In Ulm?\n</think>\n\nYes."])
+@pytest.mark.parametrize(("name", "thinking"), [("deepseek_r1_distill", False), ("qwen3_5_think", True)])
+def test_thoughts_that_the_prompt_has_opened_are_opened_once(name: str, thinking: bool, written: str) -> None:
+    """Data have the mark of both prompts, `<think>` and a line break, at the start of a reply."""
+    tokenizer = loaded(name, thinking=thinking)
+    call = encode(tokenizer, Demonstration(module="m", messages=[USER], completion=written))
+    assert tokenizer.decode(list(call.prompt_ids)).endswith("<think>\n")
+    assert tokenizer.decode(list(call.completion_ids[:-1])) == "In Ulm?\n</think>\n\nYes."
+    history = [("<think>\nLook.</think>", " found ")]
+    asked = Demonstration(module="m", messages=[USER], history=history, completion="<think>In Ulm</think>.")
+    call = encode(tokenizer, asked)
+    assert tokenizer.decode(list(call.prompt_ids)).endswith("<think>\nLook.</think> found ")
+    assert tokenizer.decode(list(call.completion_ids[:-1])) == "<think>In Ulm</think>.", "within the turn: its own text"
+
+
 @pytest.mark.parametrize("name", ["gptoss", "deepseek_r1_distill"])
 def test_a_turn_that_goes_on_has_one_beginning(name: str) -> None:
     """Text of a tool inside of the turn: what the template writes first is written once, thoughts are ended once."""
