@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 from mmrl.errors import RequestFailure
 from mmrl.models.chat import decode_text, opens_thoughts, template_of
-from mmrl.models.template import USER, Template, Tools
+from mmrl.models.template import THOUGHTS, USER, Template, Tools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,8 +25,6 @@ _READERS: WeakKeyDictionary[Template, PreTrainedTokenizerBase | None] = WeakKeyD
 _THOUGHTFUL: WeakKeyDictionary[Template, bool] = WeakKeyDictionary()
 _THINKS: WeakKeyDictionary[Template, bool] = WeakKeyDictionary()
 _PROBLEMS: WeakKeyDictionary[Template, str] = WeakKeyDictionary()
-THOUGHTS = ("reasoning_content", "thinking")
-"""Names that response templates have for thoughts."""
 _TEXTS = ("content", *THOUGHTS)
 
 

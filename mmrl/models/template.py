@@ -27,6 +27,8 @@ REPLY = "the turn before"
 """Stands for a reply of which only what is written around it matters."""
 USER = {"role": "user", "content": "-"}
 ASKED = "what a message says"
+THOUGHTS = ("reasoning_content", "thinking")
+"""Names that templates have for the thoughts of a reply."""
 UNNAMED = "name_of_the_function"
 """Function of a tool result that does not say which."""
 PROBE = {"type": "function", "function": {"name": UNNAMED, "description": "-", "parameters": {"type": "object"}}}
@@ -153,6 +155,16 @@ class Template:
         return "enable_thinking" in str(self.source)
 
     @cached_property
+    def thoughts(self) -> str:
+        """Field of a reply from which it writes thoughts; empty where it writes none."""
+        for name in THOUGHTS:
+            for reply in ({"role": "assistant", "content": REPLY}, _called(1, text=self.text_arguments)):
+                with suppress(Exception):
+                    if ASKED in self.write([USER, {**reply, name: ASKED}], prompt=False):
+                        return name
+        return ""
+
+    @cached_property
     def dated(self) -> bool:
         """True if it writes the time."""
         now, written = self.day, []
@@ -247,9 +259,8 @@ class Template:
 
     def _replies(self) -> Iterator[str]:
         """Yield the texts of several replies: with thoughts, with one and with two tool calls."""
-        thoughts = {"reasoning_content": "thoughts", "thinking": "thoughts"}
         replies = [
-            {"role": "assistant", "content": REPLY, **thoughts},
+            {"role": "assistant", "content": REPLY, **dict.fromkeys(THOUGHTS, "thoughts")},
             *(_called(count, text=self.text_arguments) for count in (1, 2)),
         ]
         for reply in replies:

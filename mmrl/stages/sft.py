@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,14 +26,20 @@ from mmrl.credit.entries import Entry
 from mmrl.errors import CheckpointError, ConfigError, DataError, RequestFailure
 from mmrl.models.assignment import ModuleAssignment
 from mmrl.models.chat import (
+    CLOSED_THOUGHTS,
+    OPENED_THOUGHTS,
+    opens_thoughts,
     refuse_unended,
     render_observation,
     render_prompt,
     render_reply,
     reply_ids,
+    template_of,
     text_behind_prompt,
+    thoughts_of_prompt,
 )
-from mmrl.models.replies import THOUGHTS, callable_tools
+from mmrl.models.replies import callable_tools
+from mmrl.models.template import THOUGHTS
 from mmrl.records import Call, Example, Forest
 from mmrl.rollout.plans import independent
 from mmrl.rollout.sample import sample
@@ -42,7 +49,7 @@ from mmrl.stages.sft_data import best_rollouts, read_examples
 from mmrl.stages.step_metrics import refuse_failures, rollout_metrics
 from mmrl.store.journal import read_step, write_step
 from mmrl.store.policy import checkpoint_step
-from mmrl.tasks.base import Conversation, Demonstration
+from mmrl.tasks.base import Conversation, Demonstration, Message
 from mmrl.trainer.checkpoint import saved_extra
 from mmrl.trainer.objective import StepBatch, TrainCall
 
@@ -134,6 +141,9 @@ class SftStage(Stage[SftRunConfig]):
         for where, example in examples:
             try:
                 if isinstance(example, Demonstration):
+                    # Of a file alone: what a task asks for in these marks it has asked for behind such a prompt.
+                    if self.config.algo.source == "file" and example.completion.lstrip().startswith(OPENED_THOUGHTS):
+                        refuse_closed(self.tokenizer, f"begins with {OPENED_THOUGHTS}")
                     calls.append((where, encode(self.tokenizer, example)))
                 else:
                     calls += [(where, call) for call in turns_of(self.tokenizer, example)]
@@ -265,14 +275,16 @@ def turns_of(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> 
     """Yield a call for each reply of a conversation with tools that has not weight 0, in a rollout's growing context.
 
     Raises:
-        RequestFailure: the chat template does not write it, or not its thoughts.
+        RequestFailure: the chat template does not write it, or not its thoughts, which its prompts may have closed.
     """
     messages, tools = conversation.messages, callable_tools(tokenizer, conversation.tools)
     replies = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     prompt = messages[: replies[0]]
     context = render_prompt(tokenizer, prompt, tools)
     for number, following in zip(replies, [*replies[1:], None], strict=True):
-        reply = {key: value for key, value in messages[number].items() if key != "weight"}
+        reply = _with_thoughts(tokenizer, {key: value for key, value in messages[number].items() if key != "weight"})
+        if any(reply.get(name, "").strip() for name in THOUGHTS):
+            refuse_closed(tokenizer, "has some", f"messages.{number}")
         completion = render_reply(tokenizer, [*prompt, reply], tools)
         text = str(tokenizer.decode(list(completion), clean_up_tokenization_spaces=False))
         for name in THOUGHTS:
@@ -283,6 +295,33 @@ def turns_of(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> 
         if following is not None:
             added = messages[number + 1 : following]
             context = render_observation(tokenizer, (*context, *completion), added, ended=True)
+
+
+def _with_thoughts(tokenizer: PreTrainedTokenizerBase, reply: Message) -> Message:
+    """Return a reply whose content, if it begins with thoughts in their marks, has them in the template's own field."""
+    name, match = template_of(tokenizer).thoughts, _THOUGHTFUL.match(reply["content"])
+    if not name or match is None or any(reply.get(field) for field in THOUGHTS):
+        return reply
+    opened, thoughts, content = match.groups()
+    return {**reply, "content": content, name: thoughts.strip()} if opened or opens_thoughts(tokenizer) else reply
+
+
+_THOUGHTFUL = re.compile(rf"\s*({OPENED_THOUGHTS})?(.*?){CLOSED_THOUGHTS}\s*(.*)", re.DOTALL)
+"""Content that begins with thoughts: the mark that opens them, which a prompt may have, they, and what follows them."""
+
+
+def refuse_closed(tokenizer: PreTrainedTokenizerBase, fault: str, where: str = "messages") -> None:
+    """Refuse a reply with thoughts, in `fault`'s words, behind prompts that have written an end of thoughts.
+
+    Raises:
+        RequestFailure: prompts end so.
+    """
+    if CLOSED_THOUGHTS in thoughts_of_prompt(tokenizer):
+        other = "model.thinking=true, or " if template_of(tokenizer).thinks else ""
+        raise RequestFailure(
+            f"{where}: prompts of the model's chat template close the thoughts, and the reply {fault}; use "
+            f"{other}replies without thoughts"
+        )
 
 
 def plain_call(module: str, prompt_ids: tuple[int, ...], completion_ids: tuple[int, ...]) -> Call:

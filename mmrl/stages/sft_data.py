@@ -26,7 +26,7 @@ from mmrl.config import SftRunConfig
 from mmrl.config.base import reasons
 from mmrl.config.sft import SftConfig
 from mmrl.errors import ConfigError, DataError, unknown
-from mmrl.models.replies import THOUGHTS
+from mmrl.models.template import THOUGHTS
 from mmrl.records import Forest, Rollout
 from mmrl.tasks.base import Conversation, Demonstrating, Demonstration, FieldProgram, Message, Task
 from mmrl.tasks.data.rows import Row, Source

@@ -4,7 +4,9 @@ import pytest
 
 from mmrl.config.rules import without_effect
 from mmrl.errors import ConfigError, DataError, ToolFailure, TooManyFailures
+from mmrl.models.template import use
 from mmrl.stages.sft_data import read_examples, sft_problems
+from tests.helpers.gateway import tokenizer
 from tests.helpers.programs import Chain, FakeEngine, FakeTask, make_dspy, seeded_letter
 from tests.helpers.stages import CHAT, LORA, MINE, OWN, Teachable, config_of, stage_of, train, written
 
@@ -86,6 +88,23 @@ def test_records_that_are_none_are_named(tmp_path, record, says):
     with pytest.raises(DataError, match=f"algo.file: .*x.jsonl line 2: .*{says}"):
         read_examples(config_of(options), Teachable(Chain(("a", "b"))))
     assert len(problems(options)) == 1
+
+
+def test_thoughts_behind_prompts_that_close_them_are_refused(tmp_path):
+    """Qwen 3 with model.thinking=false, the default: its prompts end with an empty block of thoughts."""
+    said = {"role": "assistant", "content": "<think>\nHm.\n</think>\n\n3"}
+    stage, _ = stage_of(tmp_path / "run", written(tmp_path / "x.jsonl", CHAT, {"messages": [MINE, said]}))
+    stage.tokenizer = tokenizer("qwen3")
+    use(stage.tokenizer, thinking=False, date=None)
+    says = (
+        "x.jsonl line 2: messages: prompts of the model's chat template close the thoughts, and the reply begins with "
+        "<think>; use model.thinking=true, or replies without thoughts"
+    )
+    with pytest.raises(ConfigError, match=says):
+        stage._demonstrated()
+    stage.tokenizer = tokenizer("qwen3")
+    use(stage.tokenizer, thinking=True, date=None)
+    assert stage.tokenizer.decode(stage._demonstrated()[1][1].completion_ids[:-1]) == said["content"]
 
 
 def test_fields_that_a_dspy_module_does_not_have_are_named(tmp_path):

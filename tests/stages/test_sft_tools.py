@@ -14,6 +14,7 @@ import pytest
 
 from mmrl.errors import RequestFailure
 from mmrl.models.replies import message_of, tools_problem
+from mmrl.models.template import use
 from mmrl.stages.sft import turns_of
 from mmrl.stages.sft_data import read_file
 from mmrl.tasks.base import Conversation
@@ -33,6 +34,9 @@ TOOLS = [
         },
     }
 ]
+
+
+CLOSED = "prompts of the model's chat template close the thoughts, and the reply has some; use model.thinking=true, or "
 
 
 def called(at: str) -> dict[str, Any]:
@@ -147,13 +151,45 @@ def test_thoughts_are_trained_or_refused(template: str) -> None:
             first, *_ = turns_of(loaded, read(messages=talk, tools=TOOLS))
         except RequestFailure as error:
             assert f"messages.1.{name}: the model's chat template does not write it" == str(error) or (
-                "shown otherwise" in str(error)
+                "shown otherwise" in str(error) or CLOSED in str(error)
             )
         else:
             read_back = message_of(loaded, first.prompt_ids, first.completion_ids, TOOLS)
             assert read_back["reasoning_content"].strip() == "Look first."
             trained.append(name)
     assert trained == {"qwen3": ["reasoning_content"], "gptoss": ["thinking"]}.get(template, trained)
+
+
+@pytest.mark.parametrize("template", ["qwen3", "qwen3_5_think", "glm4moe", "gptoss", "gemma4_v5"])
+def test_thoughts_in_the_content_are_those_of_the_templates_field(template: str) -> None:
+    """Their marks are the template's: it would write an empty block of thoughts before a content with them."""
+    field, loaded = "thinking" if template == "gptoss" else "reasoning_content", tokenizer(template)
+    use(loaded, thinking=True, date=None)
+    plain = [TALK[0], {**TALK[1], field: "Look first."}, *TALK[2:5], {**TALK[5], field: "Look,\nthen say."}]
+    marked = [
+        *(TALK[0], {**TALK[1], "content": "<think>\nLook first.\n</think>\n\n"}, *TALK[2:5]),
+        {**TALK[5], "content": "<think>Look,\nthen say.</think>\nA ship that sinks."},
+    ]
+    expected = list(turns_of(loaded, read(messages=plain, tools=TOOLS)))
+    assert list(turns_of(loaded, read(messages=marked, tools=TOOLS))) == expected
+    assert loaded.decode(list(expected[0].completion_ids)).count("Look first.") == 1
+
+
+def test_thoughts_in_the_content_stay_where_a_template_writes_none() -> None:
+    loaded = tokenizer("qwen2_5")
+    text = "<think>\nLook.\n</think>\n\nA ship."
+    *_, last = turns_of(loaded, read(messages=[*TALK[:5], {**TALK[5], "content": text}], tools=TOOLS))
+    assert loaded.decode(list(last.completion_ids[:-1])) == text
+
+
+@pytest.mark.parametrize("template", ["qwen3", "qwen3_5_think", "glm4moe"])
+@pytest.mark.parametrize("reply", [{"content": "<think>a</think>b"}, {"content": "b", "reasoning_content": "a"}])
+def test_thoughts_behind_prompts_that_close_them_are_refused(template: str, reply: Any) -> None:
+    loaded = tokenizer(template)
+    use(loaded, thinking=False, date=None)
+    with pytest.raises(RequestFailure, match=f"messages.5: {CLOSED}replies without thoughts"):
+        list(turns_of(loaded, read(messages=[*TALK[:5], {**TALK[5], **reply}], tools=TOOLS)))
+    assert list(turns_of(loaded, read(messages=TALK, tools=TOOLS)))
 
 
 def test_a_reply_of_weight_0_is_read_and_not_trained() -> None:
