@@ -19,7 +19,7 @@ from mmrl.config.engines import OpenAIConfig
 from mmrl.engines.base import BusyClock, Completion, Engine, Request, total_usage
 from mmrl.engines.openai import OpenAIChat
 from mmrl.errors import ConfigError, EngineFailure
-from mmrl.models.chat import encode_text, end_of_turn
+from mmrl.models.chat import decode_text, encode_text, end_of_turn, reply_ids
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,10 +73,13 @@ class EndpointEngine(Engine):
         ends = [text.index(mark) + len(mark) for mark in sampling.stop if mark in text]
         if ends:
             text, finish = text[: min(ends)], "stop"
-        # Not the ids that the endpoint sampled: they serve counting and prompts of later turns, never the loss.
-        ids = tuple(encode_text(self.tokenizer, text))
-        if finish == "eos" or not ids:
-            ids += (end_of_turn(self.tokenizer),)
+        # Not the ids that the endpoint sampled: they serve counting and programs, which read the text of them again.
+        ids = (*encode_text(self.tokenizer, text), end_of_turn(self.tokenizer))
+        if decode_text(self.tokenizer, ids) != text:
+            # Of marked parts (gpt-oss) a program reads one alone.
+            ids = reply_ids(self.tokenizer, text, request.messages)
+        if finish != "eos":
+            ids = ids[:-1] or ids
         return Completion(ids=ids, logprobs=None, finish=finish, policy_version=self.policy_version)
 
     def endpoint_usage(self) -> dict[str, float]:

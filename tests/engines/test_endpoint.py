@@ -16,9 +16,11 @@ from mmrl.config.engines import OpenAIConfig
 from mmrl.engines.base import Completion, Engine, Request, Sampling
 from mmrl.engines.endpoint_engine import EndpointEngine, Router, with_endpoints, with_model
 from mmrl.errors import ConfigError, EngineFailure
+from mmrl.models.chat import decode_text, end_of_turn
 from mmrl.models.load import load_tokenizer
 from mmrl.store.journal import read_step
 from mmrl.store.rundir import RunDir
+from scripts.models.templates import save_tokenizer
 from tests.helpers.runs import command
 from tests.helpers.servers import Scripted, chat_reply, serving
 
@@ -90,6 +92,20 @@ def test_how_a_completion_ends(tokenizer, reply, stop, text, finish, ended):
     assert tokenizer.decode(found.ids, skip_special_tokens=True) == text
     assert found.finish == finish
     assert (found.ids[-1] == tokenizer.eos_token_id) is ended
+
+
+@pytest.mark.parametrize("finish", ["stop", "length"])
+@pytest.mark.parametrize("template", ["gptoss", "gemma4_v5", "qwen3_5_think"])
+def test_programs_read_what_the_endpoint_said(template, finish, tmp_path):
+    """Whatever of a reply the chat template of the run's model takes for its content (gpt-oss: one channel)."""
+    save_tokenizer(template, tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    model = ModelConfig(name="x", path=str(tmp_path), thinking=template != "gptoss")
+    loaded = load_tokenizer(model)
+    with serving([chat_reply("In Portugal.", finish=finish)]) as (url, _):
+        found, _ = asked(url, loaded, ASK)
+    assert decode_text(loaded, found.ids) == "In Portugal."
+    assert (found.ids[-1] == end_of_turn(loaded)) is (finish == "stop")
 
 
 def test_the_engines_endpoint_has_all_its_settings():
