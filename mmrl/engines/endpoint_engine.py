@@ -1,8 +1,8 @@
 """The engine of an endpoint, and the router that sends some modules to endpoints and the others to an engine.
 
 Between programs and `openai`, the client: all modules in an evaluation, frozen ones in training. Messages go out and
-text comes back, so an endpoint's reply has no log-probabilities and is never trained on; its ids are those of the
-run's tokenizer.
+text comes back, so an endpoint's reply has no log-probabilities and its ids, those of the run's tokenizer, are never
+trained on.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def opens_thoughts(tokenizer: PreTrainedTokenizerBase) -> bool:
     return bool(thoughts) and CLOSED_THOUGHTS not in thoughts
 
 
-def refuse_unended(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+def refuse_unended(tokenizer: PreTrainedTokenizerBase, text: str, where: str = "messages") -> None:
     """Refuse the text of a reply that would be trained as thoughts without an end.
 
     Raises:
@@ -112,7 +112,7 @@ def refuse_unended(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
     if CLOSED_THOUGHTS not in text and opens_thoughts(tokenizer):
         other = "model.thinking=false, or " if template_of(tokenizer).thinks else ""
         raise RequestFailure(
-            f"messages: prompts of the model's chat template end inside of thoughts, and the reply has no "
+            f"{where}: prompts of the model's chat template end inside of thoughts, and the reply has no "
             f"{CLOSED_THOUGHTS}; use {other}replies that begin with thoughts and {CLOSED_THOUGHTS}"
         )
 

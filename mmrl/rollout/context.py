@@ -59,6 +59,8 @@ class Generation:
     as_message: bool
     messages: tuple[Message, ...] | None
     """None where it goes on in an earlier context."""
+    begins: bool
+    """False where it goes on inside of an earlier turn."""
 
 
 @dataclass(slots=True)
@@ -136,6 +138,7 @@ class RolloutContext(Context):
                 tools=tuple(tools),
                 as_message=as_message or bool(tools),
                 messages=None if after is not None or isinstance(messages, str) else tuple(messages),
+                begins=not isinstance(messages, str),
             )
             reply = await self._generate(event, generation)
         except BaseException as error:

@@ -57,7 +57,7 @@ def _model(teacher: Teacher) -> Substitute:
             env.engine.leave()
             ctx.env.engine.enter()
         text = env.decode(completion.ids)
-        ids = teacher.student_ids(completion.ids, text, completion.finish)
+        ids = teacher.student_ids(completion.ids, text, completion.finish, True)
         return replace(completion, ids=ids, logprobs=None), text
 
     return reply

@@ -152,8 +152,11 @@ class Teacher:
 
     environment: Environment
     """Environment of the teacher: program, engine and tokenizer."""
-    student_ids: Callable[[tuple[int, ...], str, str], tuple[int, ...]]
-    """Ids, text and end of a teacher's completion to ids of the student: the same where both share a vocabulary."""
+    student_ids: Callable[[tuple[int, ...], str, str, bool], tuple[int, ...]]
+    """Ids, text and end of a teacher's completion, and whether a turn begins with it, to ids of the student: the same
+    where both share a vocabulary."""
+    refuse: Callable[[str], None] = lambda text: None
+    """Raises `RequestFailure` where the text of a whole reply cannot be trained behind the student's prompts."""
 
 
 def make_environment(

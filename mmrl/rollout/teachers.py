@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from mmrl import rng
 from mmrl.engines.base import Completion, Engine
 from mmrl.errors import ReplayDivergence, RolloutError
-from mmrl.models.chat import encode_text, end_of_turn
+from mmrl.models.chat import refuse_unended, reply_ids, text_behind_prompt
 from mmrl.records import Call, Reply
 from mmrl.rollout.context import Generation, RolloutContext
 from mmrl.rollout.environment import SamplingSettings, Teacher, make_environment
@@ -42,15 +43,19 @@ def teachers_of_step(
 ) -> dict[str, Teacher]:
     """Return the teachers as rollouts of one step use them; `tokenizer` is the student's."""
 
-    def reencoded(ids: tuple[int, ...], text: str, finish: str) -> tuple[int, ...]:
-        # A text has no end-of-turn token: the student learns to end its turn where the teacher ended its own.
-        end = (end_of_turn(tokenizer),) if finish == "eos" else ()
-        return (*encode_text(tokenizer, text), *end)
+    def reencoded(ids: tuple[int, ...], text: str, finish: str, begins: bool) -> tuple[int, ...]:
+        spoken = text_behind_prompt(tokenizer, text) if begins else text
+        written = reply_ids(tokenizer, spoken, begins=begins)
+        # The student learns to end its turn where the teacher ended its own.
+        return written if finish == "eos" else written[:-1]
 
     return {
         name: Teacher(
             environment=make_environment(teacher.task, teacher.engine, teacher.tokenizer, settings, key),
-            student_ids=(lambda ids, text, finish: ids) if teacher.shares_vocabulary else reencoded,
+            student_ids=(lambda ids, *_: ids) if teacher.shares_vocabulary else reencoded,
+            refuse=(lambda text: None)
+            if teacher.shares_vocabulary
+            else partial(refuse_unended, tokenizer, where=f"algo.teachers: {name}"),
         )
         for name, teacher in loaded.items()
     }
@@ -93,8 +98,10 @@ class TeacherForcedContext(RolloutContext):
                 )
 
     async def _reply(self, generation: Generation, attempt: int) -> tuple[Completion, str]:
-        match = self._match(generation)
-        ids = self.env.teachers[self.teacher].student_ids(match.completion_ids, match.text, match.finish)
+        match, teacher = self._match(generation), self.env.teachers[self.teacher]
+        if generation.begins and match.finish == "eos":  # one that was cut may be all thoughts
+            teacher.refuse(match.text)
+        ids = teacher.student_ids(match.completion_ids, match.text, match.finish, generation.begins)
         return Completion(ids=ids, logprobs=(), finish=match.finish), self.env.decode(ids)
 
     def _match(self, generation: Generation) -> Call:

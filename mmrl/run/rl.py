@@ -16,7 +16,8 @@ from mmrl.config.tasks import PRIVILEGED
 from mmrl.engines import EngineSetup, build_engine, engine_class
 from mmrl.engines.base import Engine
 from mmrl.engines.endpoint_engine import unreachable
-from mmrl.errors import gathered
+from mmrl.errors import ConfigError, gathered
+from mmrl.models.chat import opens_thoughts
 from mmrl.rollout.teachers import LoadedTeacher
 from mmrl.run.build import (
     build_task,
@@ -250,7 +251,11 @@ def build(config: RlRunConfig, task: Task, log: StepLog) -> RlStage:
 
 
 def _load_teachers(config: RlRunConfig, student: LoadedTeacher) -> dict[str, LoadedTeacher]:
-    """Load the teachers by name; those of the same weights share an engine, those without use the student's."""
+    """Load the teachers by name; those of the same weights share an engine, those without use the student's.
+
+    Raises:
+        ConfigError: one cannot be loaded, or writes no thoughts where replies have to begin with some.
+    """
     from mmrl.engines.endpoint_engine import EndpointEngine
     from mmrl.models.load import load_policy
 
@@ -273,12 +278,19 @@ def _load_teachers(config: RlRunConfig, student: LoadedTeacher) -> dict[str, Loa
                 loaded[key] = engine_class("transformers")(model, its_own, config.engine.in_process, setup), its_own
             engine, tokenizer = loaded[key]
         if teacher.endpoint is not None:
+            if teacher.endpoint.reasoning != "keep" and config.algo.name == "mmgrpo" and opens_thoughts(tokenizer):
+                raise ConfigError(
+                    f"algo.teachers: {teacher.name}: endpoint.reasoning: got {teacher.endpoint.reasoning}, and prompts "
+                    "of the model's chat template end inside of thoughts, which such replies do not end; use keep, or "
+                    "model.thinking=false"
+                )
             # An endpoint answers in text, which the student's tokenizer encodes.
             engine = EndpointEngine(teacher.endpoint, student.tokenizer, f"algo.teachers.{teacher.name}.endpoint")
         result[teacher.name] = LoadedTeacher(
             task=build_task(config.task, config.seed, teacher_prompts(teacher, policy)),
             engine=engine,
             tokenizer=tokenizer,
-            shares_vocabulary=tokenizer is student.tokenizer or tokenizer.get_vocab() == student.tokenizer.get_vocab(),
+            shares_vocabulary=teacher.endpoint is None
+            and (tokenizer is student.tokenizer or tokenizer.get_vocab() == student.tokenizer.get_vocab()),
         )
     return result

@@ -171,7 +171,7 @@ def test_a_module_may_be_exchanged_for_another_models():
     policy, other = FakeEngine(lambda request: "b"), FakeEngine(lambda request: "a")
     task = FakeTask(Chain())
     env = environment(task, policy)
-    env.teachers = {"other": Teacher(environment=environment(task, other), student_ids=lambda ids, text, finish: ids)}
+    env.teachers = {"other": Teacher(environment=environment(task, other), student_ids=lambda ids, *_: ids)}
     forest = forest_of(env, plans=(Tree(exchange=Exchange(("a",), teacher="other")),))
     (rollout,) = forest.rollouts
     assert [spelled(request.prompt_ids)[0] for request in other.requests] == ["a"]

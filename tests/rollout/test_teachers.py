@@ -5,11 +5,15 @@ from dataclasses import dataclass, replace
 import pytest
 
 from mmrl.algorithms import ALGORITHMS
+from mmrl.config import ModelConfig
 from mmrl.config.algo import MmgrpoConfig
 from mmrl.config.teacher import TeacherConfig
 from mmrl.errors import ParseFailure
+from mmrl.models.load import load_tokenizer
 from mmrl.rollout.environment import Teacher
+from mmrl.rollout.teachers import LoadedTeacher, teachers_of_step
 from mmrl.tasks.dspy.own import FunctionProgram
+from scripts.models.templates import save_tokenizer
 from tests.helpers.programs import Chain, FakeEngine, FakeTask, environment, forest_of, letters, seeded_letter, spelled
 
 
@@ -45,9 +49,7 @@ def run(
     engine, other = FakeEngine(seeded_letter), FakeEngine(teacher_answer)
     env = environment(task, engine)
     own = environment(replace(task, program=teacher_program or Instructed(instructions="be wise ")), other)
-    env.teachers = {
-        "wise": Teacher(environment=own, student_ids=teacher.get("student_ids", lambda ids, text, finish: ids))
-    }
+    env.teachers = {"wise": Teacher(environment=own, **{"student_ids": lambda ids, *_: ids, **teacher})}
     algo = MmgrpoConfig(
         name="mmgrpo",
         rollouts=sum(counts),
@@ -80,8 +82,46 @@ def test_a_teachers_answers_stand_behind_the_students_prompts():
 
 
 def test_another_vocabulary_is_spelled_again():
-    forest, *_ = run(student_ids=lambda ids, text, finish: letters(text.lower()))
+    forest, *_ = run(student_ids=lambda ids, text, *_: letters(text.lower()))
     assert {call.text for call in forest.calls.values() if call.teacher} == {"ta", "tb", "tc"}
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "finish", "begins", "written"),
+    [
+        ("gptoss", "In Ulm.", "eos", True, "<|channel|>final<|message|>In Ulm.<|return|>"),
+        ("gptoss", "In U", "length", True, "<|channel|>final<|message|>In U"),
+        ("gptoss", " In Ulm.", "eos", False, " In Ulm.<|return|>"),
+        ("qwen3_5_think", "<think>\nUlm?\n</think>\n\nIn Ulm.", "eos", True, "Ulm?\n</think>\n\nIn Ulm.<|im_end|>"),
+        ("qwen3_5_think", "<think>\nUlm", "length", True, "Ulm"),
+        ("qwen2_5", "In Ulm.", "eos", True, "In Ulm.<|im_end|>"),
+    ],
+)
+def test_a_text_is_trained_as_the_students_template_writes_a_reply(template, text, finish, begins, written, tmp_path):
+    teacher, tokenizer = strange(template, tmp_path)
+    teacher.refuse("Ulm?</think>" + text)
+    assert tokenizer.decode(list(teacher.student_ids((), text, finish, begins))) == written
+
+
+def strange(template, folder):
+    """A teacher of other tokens than those of a student with a chat template of TRL's, and the student's tokenizer."""
+    save_tokenizer(template, folder)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    tokenizer = load_tokenizer(ModelConfig(name="x", path=str(folder), thinking=template == "qwen3_5_think"))
+    task, engine = FakeTask(Instructed()), FakeEngine(seeded_letter)
+    loaded = LoadedTeacher(task=task, engine=engine, tokenizer=tokenizer, shares_vocabulary=False)
+    return teachers_of_step({"wise": loaded}, environment(task, engine).settings, (0, 1), tokenizer)["wise"], tokenizer
+
+
+def test_a_text_that_would_be_thoughts_without_an_end_is_not_trained(tmp_path):
+    teacher, _ = strange("qwen3_5_think", tmp_path)
+    forest, *_ = run(teacher_answer=lambda request: "b</think>" * (request.module != "b"), refuse=teacher.refuse)
+    failed = [rollout for rollout in forest.rollouts if rollout.teacher]
+    assert [(rollout.error, rollout.reward) for rollout in failed] == [("engine", None)] * 2
+    assert failed[0].error_message == (
+        "algo.teachers: wise: prompts of the model's chat template end inside of thoughts, and the reply has no "
+        "</think>; use model.thinking=false, or replies that begin with thoughts and </think>"
+    )
 
 
 def test_a_teachers_parse_failure_ends_its_rollout_and_is_trained():

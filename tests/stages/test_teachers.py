@@ -71,6 +71,21 @@ def test_a_teacher_may_be_a_model_behind_an_endpoint(random_model, tmp_path, cap
     assert abs(record["train/ratio_mean"] - 1) < 1e-4
 
 
+def test_an_endpoint_without_thoughts_teaches_no_model_whose_prompts_open_them(random_model, tmp_path, capsys):
+    template = tmp_path / "opening.jinja"
+    template.write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+    )
+    with serving(answers) as (url, _):
+        teachers = f"[{{name:student}},{{name:gpt,endpoint:{{url:'{url}',model:big,key_env:null}}}}]"
+        assert main(arguments(random_model, tmp_path, teachers, f"model.chat_template={template}")) == 2
+    assert (
+        "algo.teachers: gpt: endpoint.reasoning: got drop, and prompts of the model's chat template end inside of "
+        "thoughts, which such replies do not end; use keep, or model.thinking=false"
+    ) in capsys.readouterr().err
+
+
 def test_a_teacher_behind_an_endpoint_that_cannot_work_is_refused(random_model, tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     cases = {
