@@ -63,6 +63,11 @@ def render_observation(
     after = renderer.render("", _turns(observation), part="after")
     if not ended:
         return ids + after
+    # The end is written once, also where a template puts white space before it.
+    ends = template_ends(tokenizer)
+    first = next((n for n, i in enumerate(after) if i in ends), 0)
+    if not str(tokenizer.decode(list(after[:first]))).strip():
+        after = after[first:]
     shared = renderer.overlap(ids, after)
     # Where the conversation goes on, a template may end the turn with another token than the sampled one (gpt-oss).
     other = not shared and after[:1] and after[0] in renderer.special

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from mmrl.config import ModelConfig
 from mmrl.errors import ConfigError, RequestFailure, print_error
 from mmrl.models import tokenizer as loading
-from mmrl.models.chat import encode_text, render_observation, render_prompt
+from mmrl.models.chat import encode_text, end_of_turn, render_observation, render_prompt
 from mmrl.models.load import load_tokenizer
 from mmrl.models.template import as_saved
 from mmrl.serve.conversations import _named
@@ -94,6 +94,31 @@ def test_the_next_turn_has_the_ids_that_it_has_in_the_whole_text(scheme: str, te
     whole = tuple(tokenizer(text, add_special_tokens=False).input_ids)
     assert added and whole[-len(added) - 1 :] == (tokenizer.eos_token_id, *added)
     assert tokenizer.decode(whole[: -len(added)]).endswith("Paris</s>")
+
+
+# as Llama 2's and DeepSeek Coder's, which write a blank, or a line break, before the end of a reply
+SPACED = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m.content + GAP + eos_token + AFTER }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(("gap", "after"), [(" ", ""), ("\n", "\n"), ("\n\n ", ""), ("", "\n")])
+@pytest.mark.parametrize("scheme", ["bytes", *SCHEMES])
+def test_the_end_of_a_turn_is_written_once_where_white_space_stands_before_it(
+    gap: str, after: str, scheme: str
+) -> None:
+    template = SPACED.replace("GAP", repr(gap)).replace("AFTER", repr(after))
+    tokenizer = make_tokenizer(template) if scheme == "bytes" else sentencepiece(template, scheme)
+    end, prompt = end_of_turn(tokenizer), render_prompt(tokenizer, [USER])
+    for reply in ("the number", "the number\n"):
+        sampled = (*prompt, *encode_text(tokenizer, reply))
+        ended = render_observation(tokenizer, (*sampled, end), [USER], True)
+        assert ended[: len(sampled) + 1] == (*sampled, end) and ended.count(end) == 1
+        assert tokenizer.decode([*ended[len(sampled) + 1 :]]) == f"{after}[INST] Name a number. [/INST]"
+        # Cut before its end, it is ended as the template does it.
+        cut = tokenizer.decode([*render_observation(tokenizer, sampled, [USER])])
+        assert f"{reply}{gap}{tokenizer.eos_token}" in cut and cut.count(tokenizer.eos_token) == 1
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
