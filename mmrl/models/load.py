@@ -61,17 +61,21 @@ NO_CODE = {"trust_remote_code": False}
 """Left out, transformers would ask at the terminal whether to run the code of a model, and wait for the answer."""
 
 
+MISTRAL_FORMAT_SINCE = "5.15"
+"""Version of transformers, from which on a tokenizer is loaded with `mistral_format`."""
+
+
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     """Return the tokenizer of `model`, with the chat template, thinking mode and date that the config asks for.
 
     Raises:
         ConfigError: `model.path` cannot be loaded, or its chat template cannot be used.
     """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     from mmrl.models.tokenizer import prepare, say, spells_otherwise
 
-    tokenizer: PreTrainedTokenizerBase = _loaded(model, "tokenizer", AutoTokenizer)
+    tokenizer = _saved_tokenizer(model)
     with _refusing(model, "tokenizer"):
         otherwise = spells_otherwise(tokenizer, _finder(model, "tokenizer")("tokenizer.json"))
     if otherwise:
@@ -87,10 +91,23 @@ def vocabulary(model: ModelConfig) -> dict[str, int]:
     Raises:
         ConfigError: `model.path` cannot be loaded.
     """
+    return _saved_tokenizer(model).get_vocab()
+
+
+def _saved_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """Return the tokenizer in the files of `model`, as transformers chooses its class.
+
+    Raises:
+        ConfigError: `model.path` cannot be loaded.
+    """
     from transformers import AutoTokenizer
 
-    loaded: PreTrainedTokenizerBase = _loaded(model, "tokenizer", AutoTokenizer)
-    return loaded.get_vocab()
+    # Where mistral_common is installed it would take that one's for Mistral's models, which has no chat template.
+    known = Version(version("transformers")) >= Version(MISTRAL_FORMAT_SINCE)
+    return cast(
+        "PreTrainedTokenizerBase",
+        _loaded(model, "tokenizer", AutoTokenizer, **({"mistral_format": False} if known else {})),
+    )
 
 
 def load_model(model: ModelConfig, device: str | torch.device) -> PreTrainedModel:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mmrl.config import ModelConfig
 from mmrl.errors import ConfigError, RequestFailure, print_error
 from mmrl.models import tokenizer as loading
 from mmrl.models.chat import encode_text, end_of_turn, render_observation, render_prompt
-from mmrl.models.load import load_tokenizer
+from mmrl.models.load import MISTRAL_FORMAT_SINCE, load_tokenizer, vocabulary
 from mmrl.models.template import as_saved
 from mmrl.serve.conversations import _named
 from scripts.models.templates import save_tokenizer
@@ -239,3 +242,18 @@ def test_a_blank_in_front_is_put_there_as_the_class_has_it(scheme: str, tmp_path
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     as_class(tmp_path, "LlamaTokenizer")
     assert type(load_tokenizer(config)).__name__ == "LlamaTokenizer"
+
+
+@pytest.mark.skipif(Version(version("transformers")) < Version(MISTRAL_FORMAT_SINCE), reason="has no such choice")
+def test_mistrals_own_files_are_passed_over(tmp_path: Path) -> None:
+    """Of its models transformers takes another tokenizer where mistral_common is installed, without a chat template."""
+    data = Path(pytest.importorskip("mistral_common").__file__).parent / "data"
+    config = make_folder(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
+    shutil.copy(data / "tekken_240911.json", tmp_path / "tekken.json")
+    assert type(AutoTokenizer.from_pretrained(tmp_path)).__name__ == "MistralCommonBackend", "else this shows nothing"
+    loaded, expected = load_tokenizer(config), PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert vocabulary(config) == loaded.get_vocab() == expected.get_vocab()
+    assert list(render_prompt(loaded, [USER])) == expected.apply_chat_template(
+        [USER], add_generation_prompt=True, return_dict=False
+    )
