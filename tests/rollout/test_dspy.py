@@ -7,7 +7,7 @@ import re
 import threading
 import time
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import dspy
 import pydantic
@@ -226,11 +226,12 @@ def test_tool_calls_of_a_history_are_shown_as_text(adapter):
     def answer(request):
         name, arguments = next(steps)
         calls = {"tool_calls": [{"name": name, "args": arguments}]}
-        return module_program.written("react", {"next_thought": "so", "tool_calls": calls})
+        return program.written("react", {"next_thought": "so", "tool_calls": calls})
 
     with dspy.context(adapter=adapter):
         task = with_program(FakeTask(dspy.ReActV2("text -> answer", tools=[look_up])))
-        module_program, engine = task.program, FakeEngine(answer)
+        program: Any = task.program
+        engine = FakeEngine(answer)
         forest = forest_of(environment(task, engine))
     assert only(forest).error is None
     _, _, called, seen, *_ = (message["content"] for message in engine.requests[1].messages)

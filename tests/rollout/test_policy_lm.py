@@ -134,7 +134,7 @@ class Answers(Engine):
         self.asked.append((request.module, request.messages))
         fields = {"discussion": "d", "advice": "{}"} if request.module.endswith("feedback") else {"draft": "x"}
         return Completion(
-            ids=encode_text(TOKENIZER, filled(**fields, answer=request.module)), logprobs=None, finish="eos"
+            ids=tuple(encode_text(TOKENIZER, filled(**fields, answer=request.module))), logprobs=None, finish="eos"
         )
 
 
