@@ -63,7 +63,7 @@ LINES = {
         "HotpotQA, three agents",
         READS,
         "`mhgpo_fof`, answerer taught by the 1.5B",
-        "`… rows=mhgpo_fof_taught`",
+        "`… rows=mhgpo_fof_taught eval.items=60`",
     ),
     "coder-search_agent-mt_grpo_variable": (
         "HotpotQA, a search agent",
