@@ -320,6 +320,10 @@ def _prepared(model: ModelConfig) -> tuple[PreTrainedConfig, Any, str]:
         if quantised_by(whole):
             config.quantization_config = whole.quantization_config
     switch_noise_off(config)
+    text = config.get_text_config()
+    if getattr(text, "output_router_logits", False):
+        # For a loss of the routers that is never computed here; such a forward takes neither packed rows nor a cache.
+        text.output_router_logits = False
     return config, kind, choose_attention(config, kind, model)
 
 

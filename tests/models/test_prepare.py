@@ -30,6 +30,7 @@ from mmrl.config import ModelConfig
 from mmrl.errors import ConfigError
 from mmrl.models.load import TINY, load_model, skeleton, unknown_layers
 from mmrl.models.save import write_merged
+from mmrl.trainer.tree_attention import unsupported_reason
 from tests.models.test_loading import SIZES, make
 
 IDS = torch.arange(3, 39).reshape(2, 18)
@@ -69,6 +70,16 @@ def test_two_forwards_in_training_are_that_in_evaluation(kind: str, tmp_path: Pa
     loaded.train()
     for _ in range(2):
         assert torch.allclose(loaded(IDS).logits, expected, atol=1e-6)
+
+
+def test_the_logits_of_routers_are_left_out(tmp_path: Path) -> None:
+    """Their loss is never computed, and transformers' forward with them takes no packed row and no cache of others."""
+    routed = MixtralConfig(**SIZES, head_dim=8, num_local_experts=4, sliding_window=None, output_router_logits=True)
+    model = make(tmp_path, routed)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path)(IDS).router_logits is not None, "else this shows nothing"
+    loaded = load_model(model, "cpu")
+    assert loaded(IDS).router_logits is None and not skeleton(model)[0].config.output_router_logits
+    assert unsupported_reason(loaded) is None
 
 
 BLOOM = BloomConfig(vocab_size=40, hidden_size=16, n_layer=2, n_head=2)
