@@ -12,7 +12,8 @@ import secrets
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, Literal
+from string import punctuation
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 from mmrl.errors import RequestFailure
@@ -22,6 +23,7 @@ from mmrl.models.template import USER, Messages, Template, Tools
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+_Item = TypeVar("_Item")
 _Turn = tuple[str, str, str]
 """Role, content, and as JSON what else a message has: the tool calls of a reply, the id that a result belongs to."""
 
@@ -91,9 +93,13 @@ def render_reply(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: 
 
 def end_of_prompt(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the ids with which every prompt ends after the text of a user's message, generation prompt included."""
-    prompts = [render_prompt(tokenizer, [{"role": "user", "content": text}]) for text in ("a", "1 b.", "?")]
-    ends = zip(*map(reversed, prompts), strict=False)
-    return tuple(ids[0] for ids in takewhile(lambda ids: len(set(ids)) == 1, ends))[::-1]
+    return _renderer(tokenizer).end[0]
+
+
+def added_to_message(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
+    """Return the ids of a further paragraph of a user's message, which stand right before `end_of_prompt`."""
+    gap = _renderer(tokenizer).end[1]
+    return tuple(encode_text(tokenizer, f"\n\n{text}".removeprefix(gap) + gap))
 
 
 def thoughts_of_prompt(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -286,10 +292,27 @@ class _Renderer:
         tokenizer = self.encoder.tokenizer
         if self._template is None or self._template.source != tokenizer.chat_template:
             self._template = Template(tokenizer, self.encoder.pattern)
+            self._end = None
             self.recent.cache_clear()
         return self._template
 
     _template: Template | None = None
+    _end: tuple[tuple[int, ...], str] | None = None
+
+    @property
+    def end(self) -> tuple[tuple[int, ...], str]:
+        """The ids with which every prompt ends, and text of the template's before them, behind the user's message.
+
+        The text is white space that may be one token with the last character of a message ("?" and two line breaks).
+        """
+        assert self.template  # what was found of another one is forgotten
+        if self._end is None:
+            asked = ("a", "1", "a\n", "\u3002", *punctuation)
+            prompts = [self.render("", (("user", text, ""),)) for text in asked]
+            ids = _shared_end(prompts)
+            texts = [str(self.encoder.tokenizer.decode(list(prompt[: len(prompt) - len(ids)]))) for prompt in prompts]
+            self._end = ids, "".join(_shared_end(texts))
+        return self._end
 
     @property
     def marks(self) -> frozenset[int]:
@@ -339,6 +362,11 @@ class _Renderer:
         for number in range(0, len(parts), 2):
             parts[number] = re.sub(f"{mask}([0-9]+){mask}", lambda match: self.markers[int(match[1])], parts[number])
         return tuple(self.encoder.encode(parts) if part == "prompt" else self.encoder.following(parts))
+
+
+def _shared_end(values: Sequence[Sequence[_Item]]) -> tuple[_Item, ...]:
+    ends = zip(*map(reversed, values), strict=False)
+    return tuple(items[0] for items in takewhile(lambda items: len(set(items)) == 1, ends))[::-1]
 
 
 def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:

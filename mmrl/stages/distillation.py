@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from mmrl.config import AlgoConfig
 from mmrl.config.teacher import FIELD, INITIAL, POLICY
 from mmrl.errors import ConfigError
-from mmrl.models.chat import encode_text, end_of_prompt
+from mmrl.models.chat import added_to_message, end_of_prompt
 from mmrl.records import EMPTY, Call, Example, Forest, Rollout
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ class Teachers:
                 f"algo.privileged.{call.module}: the prompt of call {begin.id} does not end as the chat template ends "
                 "a user's message, so there is no place for more text; expected a module whose prompt ends with one"
             )
-        ids = tuple(encode_text(self.tokenizer, f"\n\n{added}"))
+        ids = added_to_message(self.tokenizer, added)
         # Read by a teacher, not sampled: log-probabilities of other prompts are none of its own.
         return replace(
             call,

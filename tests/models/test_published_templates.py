@@ -13,6 +13,7 @@ import pytest
 from mmrl.config import ModelConfig
 from mmrl.errors import MmrlError, RequestFailure
 from mmrl.models.chat import (
+    added_to_message,
     decode_text,
     encode_text,
     end_of_prompt,
@@ -24,9 +25,11 @@ from mmrl.models.chat import (
 from mmrl.models.load import load_tokenizer
 from mmrl.models.replies import message_of
 from mmrl.models.template_facts import template_facts
+from mmrl.models.tokenizer import PLAIN
 from mmrl.stages.sft import encode
 from mmrl.tasks.base import Demonstration
 from scripts.models.templates import save_tokenizer, template_names
+from tests.models.test_models import make_tokenizer
 
 USER = {"role": "user", "content": "Where was she born? {x}"}
 NEXT = {"role": "user", "content": "And then?"}
@@ -211,17 +214,19 @@ def test_gpt_oss_replies_are_their_final_part() -> None:
     assert decode_text(tokenizer, tokenizer(reply, add_special_tokens=False).input_ids) == "Paris"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "plain"])
 def test_text_before_the_end_of_a_prompt_is_the_end_of_its_users_message(name: str) -> None:
     """Where the teachers of `algo.privileged` read more: the same ids as of a longer message."""
-    tokenizer, end = loaded(name), end_of_prompt(loaded(name))
+    # In the plain form the two line breaks after a message are one token with its last character, if that is ";".
+    tokenizer = loaded(name) if name != "plain" else make_tokenizer(PLAIN)
+    end = end_of_prompt(tokenizer)
     system = [SYSTEM] if template_facts(tokenizer).system == "role" else []
     for before in ([], system, [USER, {"role": "assistant", "content": "There."}]):
-        for asked in ("Where was she born?", "1 2 (3)", "x = {y};"):
+        for asked in ("Where was she born?", "1 2 (3)", "x = {y};", "x"):
             prompt = render_prompt(tokenizer, [*before, {"role": "user", "content": asked}])
             place = len(prompt) - len(end)
             assert prompt[place:] == end
-            longer = (*prompt[:place], *encode_text(tokenizer, "\n\nThe answer: Oslo."), *end)
+            longer = (*prompt[:place], *added_to_message(tokenizer, "The answer: Oslo."), *end)
             message = {"role": "user", "content": f"{asked}\n\nThe answer: Oslo."}
             official = render_prompt(tokenizer, [*before, message])
             assert tokenizer.decode(list(longer)) == tokenizer.decode(list(official))
