@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import takewhile
 from string import punctuation
@@ -27,6 +27,7 @@ _Item = TypeVar("_Item")
 _Turn = tuple[str, str, str]
 """Role, content, and as JSON what else a message has: the tool calls of a reply, the id that a result belongs to."""
 
+ROLES = ("system", "user", "assistant", "tool")
 OPENED_THOUGHTS, CLOSED_THOUGHTS = _THOUGHTS = ("<think>", "</think>")
 RECENT = 1024
 """Prompts whose ids are remembered: those of a step; 40 kB each at a thousand tokens."""
@@ -206,10 +207,26 @@ def _merged(messages: Iterable[_Turn]) -> tuple[_Turn, ...]:
 
 
 def _turns(messages: Messages) -> tuple[_Turn, ...]:
-    return tuple(
-        (message["role"], message["content"], _json(dict(message, role=None, content=None)) if len(message) > 2 else "")
-        for message in messages
-    )
+    return tuple(_turn(number, message) for number, message in enumerate(messages))
+
+
+def _turn(number: int, message: Mapping[str, Any]) -> _Turn:
+    """Return a message as it is rendered.
+
+    Raises:
+        RequestFailure: a role that templates leave out without a word, or a content that is no text.
+    """
+    role, content = message.get("role"), message.get("content")
+    if role == "developer":  # OpenAI's newer name
+        role = "system"
+    if role not in ROLES:
+        raise RequestFailure(f"messages.{number}.role: got {role!r:.60}, expected one of {', '.join(ROLES)}")
+    if content is None and role == "assistant" and message.get("tool_calls"):
+        content = ""
+    if not isinstance(content, str):
+        raise RequestFailure(f"messages.{number}.content: got {content!r:.60}, expected a text")
+    more = message.keys() - {"role", "content"}
+    return role, content, _json(dict(message, role=None, content=None)) if more else ""
 
 
 def _json(value: object) -> str:

@@ -396,10 +396,11 @@ def _to_text(messages: Sequence[Message] | str) -> str:
     """Return a prompt for people to read."""
     if isinstance(messages, str):
         return messages
-    return "\n".join(
-        f"[{message['role']}] {message['content']}{json.dumps(calls) if (calls := message.get('tool_calls')) else ''}"
-        for message in messages
-    )
+    texts = []
+    for message in messages:
+        calls = message.get("tool_calls")
+        texts.append(f"[{message['role']}] {message.get('content') or ''}{json.dumps(calls) if calls else ''}")
+    return "\n".join(texts)
 
 
 def _with_own_parsed(reply: Reply) -> Reply:

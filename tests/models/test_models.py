@@ -10,9 +10,9 @@ from transformers import AddedToken, PreTrainedTokenizerFast, Qwen3Config, Qwen3
 
 import mmrl.models.load
 from mmrl.config import LoraConfig, ModelConfig
-from mmrl.errors import ConfigError
+from mmrl.errors import ConfigError, RequestFailure
 from mmrl.models.adapter import targets_of
-from mmrl.models.chat import decode_text, encode_text, render_prompt
+from mmrl.models.chat import decode_text, encode_text, render_observation, render_prompt
 from mmrl.models.load import load_model, load_tokenizer, skeleton
 
 TEMPLATE = (
@@ -202,3 +202,35 @@ def test_lora_targets_that_the_model_does_not_have_are_named_before_its_weights_
 def test_import_is_light():
     code = "import sys, mmrl.models.load; sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        ({"role": "human", "content": "x"}, "role: got 'human', expected one of system, user, assistant, tool"),
+        ({"role": "function", "content": "x"}, "role: got 'function', expected one of system, user, assistant, tool"),
+        ({"content": "x"}, "role: got None, expected one of system, user, assistant, tool"),
+        ({"role": "user", "content": None}, "content: got None, expected a text"),
+        ({"role": "tool"}, "content: got None, expected a text"),
+        ({"role": "assistant", "content": None, "tool_calls": []}, "content: got None, expected a text"),
+        ({"role": "user", "content": [{"text": "x"}]}, "content: got [{'text': 'x'}], expected a text"),
+    ],
+)
+def test_messages_that_a_template_would_pass_over_are_refused(message, says):
+    tokenizer = make_tokenizer()
+    for render in (render_prompt, lambda tokenizer, messages: render_observation(tokenizer, (5,), messages)):
+        with pytest.raises(RequestFailure) as caught:
+            render(tokenizer, [{"role": "user", "content": "x"}, message])
+        assert str(caught.value) == f"messages.1.{says}"
+
+
+def test_the_forms_of_openai_are_those_of_templates():
+    tokenizer = make_tokenizer()
+    system, developer = ([{"role": role, "content": "Be brief."}] for role in ("system", "developer"))
+    assert render_prompt(tokenizer, developer) == render_prompt(tokenizer, system)
+    called = {"role": "assistant", "tool_calls": [CALL]}
+    expected = render_prompt(tokenizer, [{**called, "content": ""}])
+    assert render_prompt(tokenizer, [called]) == render_prompt(tokenizer, [{**called, "content": None}]) == expected
