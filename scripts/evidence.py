@@ -71,6 +71,12 @@ LINES = {
         "`mt_grpo_variable`",
         "`… columns=search_agent rows=mt_grpo_variable eval.items=60`",
     ),
+    "coder-search_agent-mt_ppo": (
+        "HotpotQA, a search agent",
+        READS,
+        "`mt_ppo`",
+        "`… rows=mt_ppo eval.items=60`",
+    ),
     "coder-search_agent-mt_grpo_variable_taught": (
         "HotpotQA, a search agent",
         READS,

@@ -119,7 +119,13 @@ def _of_weights(keys: str, why: str) -> Idle[Case]:
 
 
 _OF_WEIGHTS = (
-    _of_weights("eval.every run.doctor", "evaluates before and after, and trains no weights"),
+    # 0 is what they do: sets give it to all their rows.
+    Idle(
+        "eval.every",
+        lambda c: c.kind is PromptRunConfig and c.eval.every > 0,
+        lambda c: f"with algo={c.algo.name}, which evaluates before and after alone",
+    ),
+    _of_weights("run.doctor", "trains no weights"),
     _of_weights("model.lora model.modules model.gradient_checkpointing", "trains no weights"),
     _of_weights(
         "hardware.nodes hardware.ray hardware.sharding hardware.cpu_offload", "runs in one process of this machine"

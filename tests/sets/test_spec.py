@@ -11,6 +11,7 @@ from mmrl.cli.configs import set_config
 from mmrl.config import ALGO_SCHEMAS
 from mmrl.config.base import SHIPPED
 from mmrl.errors import ConfigError
+from mmrl.run.check import check
 from mmrl.sets.spec import SetSpec
 from mmrl.sets.words import read_set, set_folders, set_names, words_of
 
@@ -26,6 +27,17 @@ def test_every_config_of_a_shipped_set_composes(name):
         config = set_config("train", words_of(spec, row, column), None)
         # What a start has learned is seen where the next run begins.
         assert config.eval.items >= 200 or row in starts, "needed to say that it learns"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SETS)
+def test_no_run_of_a_shipped_set_is_refused(name, data_dir, monkeypatch):
+    """Nor has a word no effect, which is seen when the task has its data."""
+    monkeypatch.setenv("MMRL_DATA", str(data_dir))
+    spec = SETS[name]
+    words = {f"{row} on {column}": words_of(spec, row, column) for row, column in spec.pairs}
+    found = {pair: check(set_config("train", said, None)) for pair, said in words.items()}
+    assert not {pair: problems for pair, problems in found.items() if problems}
 
 
 def test_the_words_of_published_runs_stay_as_they_are():
