@@ -47,7 +47,7 @@ def teachers_of_step(
         spoken = text_behind_prompt(tokenizer, text) if begins else text
         written = reply_ids(tokenizer, spoken, begins=begins)
         # The student learns to end its turn where the teacher ended its own.
-        return written if finish == "eos" else written[:-1]
+        return written if finish == "eos" else written[:-1] or written
 
     return {
         name: Teacher(
