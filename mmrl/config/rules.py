@@ -118,7 +118,7 @@ def _of_weights(keys: str, why: str) -> Idle[Case]:
     return Idle(keys, lambda c: c.kind is PromptRunConfig, lambda c: f"with algo={c.algo.name}, which {why}")
 
 
-_OF_WEIGHTS = (
+_OF_WEIGHTS: tuple[Idle[Case], ...] = (
     # 0 is what they do: sets give it to all their rows.
     Idle(
         "eval.every",

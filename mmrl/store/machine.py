@@ -55,17 +55,26 @@ def own_code() -> dict[str, str]:
     Files below the current folder are named from there.
     """
     places = (sys.prefix, sys.base_prefix, *site.getsitepackages(), site.getusersitepackages())
-    installed = [Path(place).resolve() for place in places]
-    here, own = Path.cwd(), Path(__file__).parents[1]
-    found = {}
+    installed = tuple(Path(place).resolve() for place in places)
+    here, found = Path.cwd(), dict[str, str]()
     for module in list(sys.modules.values()):
-        path = Path(getattr(module, "__file__", None) or "").absolute()
-        if path.suffix != ".py" or not path.is_file() or path.is_relative_to(own):
+        file = getattr(module, "__file__", None) or ""
+        if not file.endswith(".py") or not _of_user(os.path.abspath(file), installed):
             continue
-        if not any(path.resolve().is_relative_to(place) for place in installed):
+        path = Path(file).absolute()
+        if path.is_file():
             name = path.relative_to(here) if path.is_relative_to(here) else path
             found[str(name)] = file_digest(path)
     return found
+
+
+@cache  # some 2,700 modules are loaded beside torch
+def _of_user(file: str, installed: tuple[Path, ...]) -> bool:
+    path = Path(file)
+    if path.is_relative_to(Path(__file__).parents[1]):
+        return False
+    path = path.resolve()
+    return not any(path.is_relative_to(place) for place in installed)
 
 
 def changed_code(facts: JsonObject) -> list[str]:
