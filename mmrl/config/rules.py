@@ -123,7 +123,7 @@ _OF_WEIGHTS: tuple[Idle[Case], ...] = (
     Idle(
         "eval.every",
         lambda c: c.kind is PromptRunConfig and c.eval.every > 0,
-        lambda c: f"with algo={c.algo.name}, which evaluates before and after alone",
+        lambda c: f"with algo={c.algo.name}, which evaluates before and after, and trains no weights",
     ),
     _of_weights("run.doctor", "trains no weights"),
     _of_weights("model.lora model.modules model.gradient_checkpointing", "trains no weights"),
