@@ -132,7 +132,9 @@ def test_a_server_that_ends_too_often_stays_out_and_the_others_go_on(
         assert engine.metrics() == {"engine/restarts": 0.0, "engine/servers": 1.0}
         assert "vLLM server 2 ended again after engine.restarts=0 starts" in caplog.text
         kill(engine, 0)
-        with pytest.raises(EngineFailure, match=r"vLLM server 1 ended again after engine\.restarts=0 starts"):
+        with pytest.raises(
+            EngineFailure, match=r"vLLM server 1 ended again after engine\.restarts=0 starts|no vLLM server is left"
+        ):
             asyncio.run(ask(engine, sessions=8))
         with pytest.raises(SyncFailure, match=r"ended again after engine\.restarts=0 starts"):
             engine.set_version(2)

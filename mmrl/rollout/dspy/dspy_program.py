@@ -11,13 +11,13 @@ from __future__ import annotations
 import asyncio
 import copy
 import functools
+import json
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, cast
 
 import dspy
-import orjson
 from dspy.utils.callback import BaseCallback, with_callbacks
 from dspy.utils.exceptions import AdapterParseError
 from dspy.utils.parallelizer import ParallelExecutor
@@ -72,7 +72,7 @@ class DspyProgram(Program, FieldProgram, Canonical, Guarded):
         # Not by the module's `save`, which hands `dspy.Retrieve` an argument that it does not take.
         state = {name: parameter.dump_state() for name, parameter in self.module.named_parameters()}
         state["metadata"] = {"dependency_versions": get_dependency_versions()}
-        atomic_write(path, orjson.dumps(state, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+        atomic_write(path, json.dumps(state, indent=2, ensure_ascii=False).encode() + b"\n")
 
     @override
     def canonical(self, call: Call) -> str | None:
