@@ -5,11 +5,11 @@ import inspect
 from contextlib import ExitStack
 from functools import partial
 
-import cloudpickle
 import dspy
 import pytest
 from dspy import lm15
 from dspy.utils.exceptions import LMUnsupportedFeatureError
+from dspy.utils.saving import cloudpickle
 
 from mmrl.config import ModelConfig
 from mmrl.engines.base import Completion, Engine
