@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _READERS: WeakKeyDictionary[Template, PreTrainedTokenizerBase | None] = WeakKeyDictionary()
 """Copies of tokenizers that read replies; the originals are saved with checkpoints."""
 _THOUGHTFUL: WeakKeyDictionary[Template, bool] = WeakKeyDictionary()
-_THINKS: WeakKeyDictionary[Template, bool] = WeakKeyDictionary()
+_READ: WeakKeyDictionary[Template, bool] = WeakKeyDictionary()
 _PROBLEMS: WeakKeyDictionary[Template, str] = WeakKeyDictionary()
 _TEXTS = ("content", *THOUGHTS)
 
@@ -76,13 +76,13 @@ def begins_with_thoughts(tokenizer: PreTrainedTokenizerBase) -> bool:
     return _THOUGHTFUL[template]
 
 
-def thinks(tokenizer: PreTrainedTokenizerBase) -> bool:
+def reads_thoughts(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return True if replies begin with thoughts that can be read: by a thinking mode, or since prompts open them."""
     template = template_of(tokenizer)
-    if template not in _THINKS:
+    if template not in _READ:
         asked = bool(template.arguments.get("enable_thinking")) or opens_thoughts(tokenizer)
-        _THINKS[template] = asked and getattr(reader(tokenizer), "response_template", None) is not None
-    return _THINKS[template]
+        _READ[template] = asked and getattr(reader(tokenizer), "response_template", None) is not None
+    return _READ[template]
 
 
 def message_of(
@@ -97,10 +97,10 @@ def message_of(
 
     if not ids:  # a reply exchanged for nothing (CCPO), which transformers takes for an empty batch
         return {"content": ""}
-    if not tools and not thinks(tokenizer):
+    if not tools and not reads_thoughts(tokenizer):
         return {"content": decode_text(tokenizer, ids)}
     found = reader(tokenizer)
-    assert found is not None  # `tools_problem` or `thinks` was asked
+    assert found is not None  # `tools_problem` or `reads_thoughts` was asked
     if not tools:
         found, written = copy(found), found.response_template
         fields = {name: field for name, field in written["fields"].items() if name != "tool_calls"}

@@ -22,7 +22,7 @@ from mmrl import rng
 from mmrl.engines.base import Completion, Engine, Request, Sampling
 from mmrl.errors import LengthFailure, RequestFailure
 from mmrl.models.chat import GrowingText, decode_text, render_observation, render_prompt, template_of
-from mmrl.models.replies import callable_tools, message_of, thinks
+from mmrl.models.replies import callable_tools, message_of, reads_thoughts
 from mmrl.models.template import Messages, Tools
 from mmrl.records import Reply
 from mmrl.serve.conversations import Conversations
@@ -186,7 +186,7 @@ class _Running(Running):
         self._choices = 0
         # Several replies, or text beside thoughts and calls of tools, can be told apart when they are complete.
         chat = parsed if isinstance(parsed, ChatRequest) else None
-        alone = chat is None or (chat.n == 1 and not chat.tools and not thinks(policy.tokenizer))
+        alone = chat is None or (chat.n == 1 and not chat.tools and not reads_thoughts(policy.tokenizer))
         begun = loop.create_future() if parsed.stream and alone else None
         policy.in_flight += 1
         task = loop.create_task(self._finished(parsed))

@@ -19,7 +19,7 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -83,6 +83,8 @@ class VllmServerEngine(HttpEngine, PushingEngine):
         self._serving = [*self.replicas]
         """Servers that get requests."""
         self._reviving: set[asyncio.Task[None]] = set()
+        self._none_left = "no vLLM server is left"
+        """Why none serves, where none does."""
         """Starts of servers that have ended."""
         self._watch: Future[None] | None = None
         """Looks for servers that have ended, between pushes."""
@@ -328,7 +330,7 @@ class VllmServerEngine(HttpEngine, PushingEngine):
         while not self._serving and self._reviving:
             await self._revived()
         if not self._serving:
-            raise EngineFailure(f"no vLLM server is left until the next push; {self._log_tails()}")
+            raise EngineFailure(self._none_left)
 
     @override
     async def _recover(self, error: HttpFailure, failures: int, name: str) -> None:
@@ -360,19 +362,30 @@ class VllmServerEngine(HttpEngine, PushingEngine):
             await asyncio.sleep(0.1)
         for replica in lost:
             self._serving.remove(replica)
-        for replica in lost:
             LOG.warning("%s has ended; %s", replica.name, replica.log_tail())
-            if self.router is not None:
-                await self.router.remove(replica.api.url)
+        out = asyncio.create_task(self._put_out(lost))
+        # Before anything is awaited: a call that finds no server has to find that one comes back.
+        for replica in lost:
             if replica.process is not None or not self._serving:
-                self._reviving.add(asyncio.create_task(self._revive(replica, error)))
+                self._reviving.add(asyncio.create_task(self._revive(replica, error, out)))
+        await asyncio.shield(out)
         return bool(lost)
 
-    async def _revive(self, replica: Replica, error: HttpFailure) -> None:
+    async def _put_out(self, replicas: Sequence[Replica]) -> None:
+        if self.router is not None:
+            for replica in replicas:
+                await self.router.remove(replica.api.url)
+
+    async def _revive(self, replica: Replica, error: HttpFailure, out: asyncio.Task[None] | None = None) -> None:
         """Start a server that ended, or wait for somebody else's, with the newest weights.
 
         Calls of older ones died with it and are sent again.
+
+        Args:
+            out: ends when it is out of the router; None: it is.
         """
+        if out is not None:
+            await asyncio.shield(out)
         replica.spend_restart(error, self.config.restarts)
         if replica.process is None:
             await self._returned(replica)
@@ -416,7 +429,8 @@ class VllmServerEngine(HttpEngine, PushingEngine):
         self._reviving -= done
         failures = [failure for task in done if (failure := task.exception()) is not None]
         if failures and not self._serving and not self._reviving:
-            raise EngineFailure(str(failures[0])) from failures[0]
+            self._none_left = str(failures[0])
+            raise EngineFailure(self._none_left) from failures[0]
         for failure in failures:
             LOG.warning("a vLLM server stays out until the next push: %s", failure)
 
@@ -439,7 +453,7 @@ class VllmServerEngine(HttpEngine, PushingEngine):
         while self._reviving:
             await self._revived()
         if not self._serving:
-            raise EngineFailure("no vLLM server is left")
+            raise EngineFailure(self._none_left)
 
     def _log_tails(self) -> str:
         return "; ".join(replica.log_tail() for replica in self.replicas)
