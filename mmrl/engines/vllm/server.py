@@ -83,9 +83,9 @@ class VllmServerEngine(HttpEngine, PushingEngine):
         self._serving = [*self.replicas]
         """Servers that get requests."""
         self._reviving: set[asyncio.Task[None]] = set()
-        self._none_left = "no vLLM server is left"
-        """Why none serves, where none does."""
         """Starts of servers that have ended."""
+        self._not_started: BaseException | None = None
+        """Why the last of them, of all servers, did not start again."""
         self._watch: Future[None] | None = None
         """Looks for servers that have ended, between pushes."""
         self._routed = count > 1 or config.router is not None
@@ -330,7 +330,8 @@ class VllmServerEngine(HttpEngine, PushingEngine):
         while not self._serving and self._reviving:
             await self._revived()
         if not self._serving:
-            raise EngineFailure(self._none_left)
+            reason = self._not_started or self._log_tails()
+            raise EngineFailure(f"no vLLM server is left until the next push: {reason}") from self._not_started
 
     @override
     async def _recover(self, error: HttpFailure, failures: int, name: str) -> None:
@@ -429,8 +430,8 @@ class VllmServerEngine(HttpEngine, PushingEngine):
         self._reviving -= done
         failures = [failure for task in done if (failure := task.exception()) is not None]
         if failures and not self._serving and not self._reviving:
-            self._none_left = str(failures[0])
-            raise EngineFailure(self._none_left) from failures[0]
+            self._not_started = failures[0]
+            raise EngineFailure(str(failures[0])) from failures[0]
         for failure in failures:
             LOG.warning("a vLLM server stays out until the next push: %s", failure)
 
@@ -453,7 +454,7 @@ class VllmServerEngine(HttpEngine, PushingEngine):
         while self._reviving:
             await self._revived()
         if not self._serving:
-            raise EngineFailure(self._none_left)
+            raise EngineFailure(f"no vLLM server is left: {self._not_started or self._log_tails()}")
 
     def _log_tails(self) -> str:
         return "; ".join(replica.log_tail() for replica in self.replicas)

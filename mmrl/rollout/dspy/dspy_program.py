@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import functools
+import json
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -30,7 +31,7 @@ from mmrl.rollout.dspy.given_up import raise_given_up
 from mmrl.rollout.dspy.guard import guarded
 from mmrl.rollout.dspy.host import Host, Parse, checked_messages, messages_of, record_tools
 from mmrl.rollout.dspy.structure import Structure
-from mmrl.system.files import atomic_write, dumps
+from mmrl.system.files import atomic_write, plain
 from mmrl.system.replies import quoted
 from mmrl.system.user_code import in_thread
 from mmrl.tasks.base import Canonical, Context, Demonstration, FieldProgram, Guarded, Message, Program
@@ -71,7 +72,7 @@ class DspyProgram(Program, FieldProgram, Canonical, Guarded):
         # Not by the module's `save`, which hands `dspy.Retrieve` an argument that it does not take.
         state = {name: parameter.dump_state() for name, parameter in self.module.named_parameters()}
         state["metadata"] = {"dependency_versions": get_dependency_versions()}
-        atomic_write(path, dumps(state, indent=2) + "\n")
+        atomic_write(path, json.dumps(plain(state), indent=2, ensure_ascii=False) + "\n")
 
     @override
     def canonical(self, call: Call) -> str | None:
