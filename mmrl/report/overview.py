@@ -285,8 +285,11 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
     by_path: dict[Path, Path] = {}
     problems = []
     for path in paths:
+        # The logs of a set lie beside its runs, where a pattern in the shell finds both: of each run its log, too.
+        if path.suffix == ".log" and is_run(path.with_suffix("")):
+            path = path.with_suffix("")
         if not path.is_dir():
-            problems.append(f"runs: {path}: no such folder")
+            problems.append(f"runs: {path}: {'is a file' if path.exists() else 'no such folder'}")
             continue
         below = sorted(file.parent for file in path.rglob("config.yaml") if is_run(file.parent))
         # Only training runs have an algorithm in their config.

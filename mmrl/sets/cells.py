@@ -60,7 +60,7 @@ MONEY = ("endpoint/cost", "endpoint/judge/cost", "endpoint/external/cost")
 """Counted since the process started, so the last value of each start is its cost."""
 BEHAVIOUR = (
     Behaviour("calls the tool", "tool_calls", share=True, training="task/tool_calls"),
-    Behaviour("searches", "searches", share=True, training="task/searches"),
+    Behaviour("searches at all", "searches", share=True, training="task/searches"),
     Behaviour("invalid selections", "module/reranker/invalid_selection", training="module/reranker/invalid_selection"),
     Behaviour("queries without form", "module/rewriter/unparsable"),
     Behaviour("all turns well formed", "format"),

@@ -152,7 +152,7 @@ def test_tables_show_means_ranges_behaviour_and_states(tmp_path):
 def test_shares_count_items_above_zero(tmp_path):
     made(tmp_path / "a", task="search_agent", facts=lambda n, step, share: {"em": 0.0, "searches": 3.0 * (n < 50)})
     (row,) = parts(found(tmp_path))["search_agent: em on dev"]
-    assert row["searches"] == "0.25 → 0.25"
+    assert row["searches at all"] == "0.25 → 0.25"
 
 
 def test_every_pair_has_its_interval_on_common_seeds_and_items_the_better_first(tmp_path):
@@ -260,6 +260,17 @@ def test_the_command_on_a_folder_writes_there(tmp_path, capsys):
     assert (tmp_path / "all" / "set.html").is_file()
     assert main(["compare", str(tmp_path / "all" / "a"), str(tmp_path / "all" / "b"), f"out={tmp_path / 'o'}"]) == 0
     assert (tmp_path / "o" / "figure.svg").is_file()
+
+
+def test_the_logs_of_a_set_lie_between_its_runs(tmp_path, capsys):
+    """`mmrl compare outputs/sets/runs/TASK/ALGO/*`, as the shell expands it."""
+    made(tmp_path / "a")
+    (tmp_path / "a.log").touch()
+    (tmp_path / "b.log").touch()
+    assert main(["compare", *map(str, (tmp_path / "a", tmp_path / "a.log")), f"out={tmp_path / 'o'}"]) == 0
+    assert "cells: 1 of 1" in capsys.readouterr().out
+    assert main(["compare", *map(str, (tmp_path / "a", tmp_path / "b.log"))]) == 2
+    assert "b.log: is a file" in capsys.readouterr().err
 
 
 def test_mistakes_in_what_is_compared(tmp_path, capsys, monkeypatch):
