@@ -103,7 +103,7 @@ def _counted(config: StageConfig) -> dict[str, int]:
         return {"steps": config.train.steps, "sequences": config.train.steps * config.train.batch_size}
     assert isinstance(config, PromptRunConfig)
     refuse(prompt_problems(config, task))
-    train, validation = map(len, split(config.algo, task.examples("train"), config.seed))
+    train, validation = map(len, split(config, task.examples("train")))
     counts = {"train_examples": train, "validation_examples": validation}
     # Without a number of trials it makes as many rollouts as its budget says (`algo.max_metric_calls`, ...).
     if trials := config.algo.expected_trials(len(task.program.modules), validation):

@@ -24,7 +24,10 @@ class PromptConfig(MethodConfig):
     """
 
     validation: float = Field(
-        0.8, gt=0, lt=1, description="share of the train split, its end, to compare candidates on"
+        0.8,
+        gt=0,
+        lt=1,
+        description="share of the train split to compare candidates on: its end, of files after a shuffle by seed",
     )
     validation_items: int | None = Field(None, ge=1, description="at most so many of these; null: 1000, as in MIPROv2")
     train_items: int | None = Field(
@@ -197,7 +200,10 @@ class GepaConfig(PromptConfig, ProposingConfig):
 
     name: Literal["gepa"]
     validation: float = Field(
-        0.5, gt=0, lt=1, description="share of the train split, its end, to compare candidates on"
+        0.5,
+        gt=0,
+        lt=1,
+        description="share of the train split to compare candidates on: its end, of files after a shuffle by seed",
     )
     auto: Auto | None = Field("light", description="rollouts by DSPy's formula; null: as one of the next two says")
     max_full_evals: int | None = Field(None, ge=1, description="rollouts of so many evaluations on all examples")

@@ -39,7 +39,7 @@ def problems(config: PromptRunConfig, task: Task) -> list[str]:
 
 def trials(config: PromptRunConfig, task: Task) -> int:
     """Return about as many trials as the optimiser makes; 0 where it does not say."""
-    _, validation = split(config.algo, task.examples("train"), config.seed)
+    _, validation = split(config, task.examples("train"))
     return config.algo.expected_trials(len(task.program.modules), len(validation))
 
 

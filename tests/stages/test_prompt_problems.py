@@ -16,7 +16,7 @@ from mmrl.errors import EngineFailure, LengthFailure, TooManyFailures
 from mmrl.report.console import show_run
 from mmrl.report.overview import Overview
 from mmrl.rollout import with_program
-from mmrl.stages.prompts.split import prompt_problems
+from mmrl.stages.prompts.split import prompt_problems, split
 from mmrl.stages.prompts.students import _distinguish
 from mmrl.store.rundir import RunDir
 from mmrl.tasks.base import Score
@@ -54,6 +54,23 @@ def changed(task, **attributes):
     made = copy.copy(built)
     vars(made).update(attributes)
     return config, made
+
+
+def test_rows_of_a_file_may_be_sorted(tmp_path):
+    """As Banking77's official one by intent: prompts would be chosen by the last intent alone."""
+    file = tmp_path / "sorted.csv"
+    labels = [f"intent_{n // 20:02}" for n in range(200)]
+    file.write_text("text,category\n" + "".join(f"message {n},{label}\n" for n, label in enumerate(labels)))
+    chosen, built = banking(data={"train": str(file)}, sample="all")
+    examples, limits = built.examples("train"), {"validation_items": 40, "train_items": 40}
+    config, other_seed = (prompt_command(chosen, "miprov2", seed, **limits) for seed in (3, 4))
+    parts = split(config, examples)
+    assert [len(part) for part in parts] == [40, 40]
+    assert not {example.id for example in parts[0]} & {example.id for example in parts[1]}
+    # Of 40 drawn of ten times 20, each intent is missing with a probability of 0.9 %.
+    assert all(len({example.metadata["label"] for example in part}) >= 8 for part in parts)
+    assert split(config, examples) == parts
+    assert split(other_seed, examples) != parts
 
 
 def test_where_nothing_is_better_the_prompts_stay(tmp_path, task):

@@ -11,7 +11,7 @@ from typing import Any
 from mmrl import rng
 from mmrl.config import PromptRunConfig
 from mmrl.config.base import literal
-from mmrl.config.prompts import SMALLEST_MINIBATCHED, BootstrapConfig, PromptConfig
+from mmrl.config.prompts import SMALLEST_MINIBATCHED, BootstrapConfig
 from mmrl.errors import ConfigError, DataError, gathered, refuse, unknown
 from mmrl.records import Example
 from mmrl.system.files import read_yaml, user_path
@@ -22,20 +22,24 @@ MOST_VALIDATION = 1000
 """DSPy's limit for MIPROv2, where `algo.validation_items` says nothing."""
 
 
-def split(config: PromptConfig, examples: Sequence[Example], seed: int) -> tuple[list[Example], list[Example]]:
+def split(config: PromptRunConfig, examples: Sequence[Example]) -> tuple[list[Example], list[Example]]:
     """Return the train part and the validation part of the train split.
 
     The validation part is the end of the split, as in DSPy's MIPROv2, which has a seed of its own for all that is
-    random; DSPy's random search has none, so the order of its train part comes from the run's.
+    random; DSPy's random search has none, so the order of its train part comes from the run's. Rows of files are
+    shuffled before: Banking77's official file is sorted by intent, its last 200 messages are of two of 77.
     """
-    limit = MOST_VALIDATION if config.validation_items is None else config.validation_items
+    algo, rows = config.algo, list(examples)
+    if "train" in config.task.data.files:
+        rng.stream(config.seed, "prompts", "split").shuffle(rows)
+    limit = MOST_VALIDATION if algo.validation_items is None else algo.validation_items
     # At least one: without validation nothing can be compared. Nothing to learn from is refused (`prompt_problems`).
-    count = min(limit, max(1, int(len(examples) * config.validation)))
-    cut = len(examples) - count
-    train, validation = list(examples[:cut]), list(examples[cut:])
-    if config.shuffles:
-        rng.stream(seed, "prompts").shuffle(train)
-    return train[: config.train_items], validation
+    count = min(limit, max(1, int(len(rows) * algo.validation)))
+    cut = len(rows) - count
+    train, validation = rows[:cut], rows[cut:]
+    if algo.shuffles:
+        rng.stream(config.seed, "prompts").shuffle(train)
+    return train[: algo.train_items], validation
 
 
 def labeled_demos(config: BootstrapConfig, task: Task) -> int:
@@ -83,7 +87,7 @@ def prompt_problems(config: PromptRunConfig, task: Task) -> list[str]:
     if (path := getattr(algo, "instructions", None)) is not None:
         with gathered(problems):
             read_instructions(path, modules)
-    train, validation = split(algo, examples, config.seed)
+    train, validation = split(config, examples)
     # With MIPROv2's `auto` DSPy draws them.
     count = len(validation) if algo.drawn is None else min(algo.drawn, len(validation))
     if isinstance(task, PromptedTask) and (labeled := getattr(algo, "max_labeled_demos", None)):

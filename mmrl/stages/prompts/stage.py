@@ -152,7 +152,7 @@ class PromptStage(Stage[PromptRunConfig]):
         # An optimiser may change the module that it is given.
         start = rollouts.student.module.deepcopy()
         self._note_prompts("start", start)
-        train, heldout = split(algo, self.task.examples("train"), self.config.seed)
+        train, heldout = split(self.config, self.task.examples("train"))
         writer = self._make_writer(memo, loop)
         setup = SearchSetup(
             rollouts=rollouts,
