@@ -21,6 +21,7 @@ from tests.tasks.test_data import make, record
         ("c.jsonl", '{"id": "x", "title": "A", "text": "one two"}\n{"id": "y", "title": "B", "text": "three"}\n'),
         ("c.json", '[{"title": "A", "text": "one two"}, {"title": "B", "text": "three"}]'),
         ("c.json", '[["A", ["one", " two"]], ["B", "three"]]'),
+        ("c.json", '[["A", ["one", "two"]], ["B", ["three"]]]'),
         ("c.tsv", "id\ttext\ttitle\nx\tone two\tA\ny\tthree\tB\n"),
         ("c.parquet", [{"title": "A", "text": "one two"}, {"title": "B", "text": "three"}]),
     ],

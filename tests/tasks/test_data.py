@@ -263,6 +263,15 @@ def test_records_with_paragraphs(tmp_path):
         load(saved(tmp_path / "m.jsonl", [MUSIQUE]), "hotpotqa")
 
 
+def test_sentences_without_spaces_of_their_own_are_joined_by_them(tmp_path):
+    """2WikiMultihopQA's; a paragraph of HotpotQA whose sentences have none is left as it is, for others have."""
+    of_2wiki = [["Thing", ["Made by Ada.", "In Porto."]], ["Ada", ["Ada lives."]]]
+    of_hotpot = [["Thing", ["Made by Ada.", " In Porto."]], ["Ada", ["Who?", '".']]]
+    (found, other) = load(saved(tmp_path / "a.json", [record(0, context=of_2wiki), record(1, context=of_hotpot)]))
+    assert found.paragraphs == (("Thing", "Made by Ada. In Porto."), ("Ada", "Ada lives."))
+    assert other.paragraphs == (("Thing", "Made by Ada. In Porto."), ("Ada", 'Who?".'))
+
+
 def test_gold_titles_may_come_without_their_paragraphs(tmp_path):
     """For a corpus of one's own."""
     (found,) = load(saved(tmp_path / "data.json", [record(context=...)]))

@@ -13,6 +13,7 @@ import tokenize
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated, Any
 
 from pydantic import AliasChoices, AliasPath, BaseModel, BeforeValidator, ConfigDict, Field
@@ -122,6 +123,15 @@ class SupportedParagraph(BaseModel):
     is_supporting: Any = False
 
 
+def _texts(paragraphs: Sequence[Sequence[str]]) -> list[str]:
+    """Join the sentences of each paragraph of a record."""
+    # HotpotQA's begin with their space (in a few paragraphs they do not, so the record decides), 2WikiMultihopQA's
+    # have none.
+    pairs = (pair for sentences in paragraphs for pair in pairwise(sentences))
+    spaced = any(before[-1:].isspace() or after[:1].isspace() for before, after in pairs)
+    return [("" if spaced else " ").join(sentences) for sentences in paragraphs]
+
+
 class Evidence(BaseModel):
     """Paragraphs that questions bring, in the fields of any layout."""
 
@@ -131,7 +141,8 @@ class Evidence(BaseModel):
 
     def passages(self) -> Iterable[Paragraph]:
         """Return the paragraphs."""
-        yield from ((title, "".join(sentences)) for title, sentences in self.context)
+        titles, paragraphs = [title for title, _ in self.context], [sentences for _, sentences in self.context]
+        yield from zip(titles, _texts(paragraphs), strict=True)
         yield from ((paragraph.title, paragraph.text) for paragraph in self.paragraphs if paragraph)
 
 
@@ -250,7 +261,7 @@ def passage(source: Source, row: Row, number: int) -> Document:
             values = {"id": values.get("id"), "title": title, "text": text}
         sentences = values.get("text")
         if isinstance(sentences, list) and all(isinstance(sentence, str) for sentence in sentences):
-            values = {**values, "text": "".join(sentences)}
+            values = {**values, "text": _texts([sentences])[0]}
     fields = read_as(Passage, source.key, Row(row.where, values))
     return Document(id=record_id(values, "id", otherwise=number), title=fields.title, text=fields.text)
 
