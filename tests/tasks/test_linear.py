@@ -52,6 +52,7 @@ READERS: dict[str, Callable[[str], object]] = {
     "read_command": tool_agent.read_command,
     "form": r1_searcher.Form.parse,
     "boxed": search_o1.extract_boxed,
+    "boxed_fonts": lambda text: search_o1.extract_boxed(f"\\boxed{{{text}{'}' * text.count('{')}}}"),
     "parse_queries": search_program.parse_queries,
     "parse_selection": lambda text: search_program.parse_selection(text, 10),
     "parse_answer": search_program.parse_answer,
@@ -73,7 +74,7 @@ READERS: dict[str, Callable[[str], object]] = {
 }
 PIECES = (
     "<search>", "<search><answer>", "<reasoning><tool>", "<think ", "</ ", " ", "\n ", "a", "a ", "{",
-    "\\boxed{", "[1]",
+    "\\boxed{", "\\text{", "[1]",
     "\"", "9", "### ;", "<|begin_of_query|>", "<|end_of_query|>", "Answer:", "Turn1:", "Turn ", "[[ ## label ## ]]\n",
     "[[ ##", "&#9", "\u0301\u0323", "A b ", "-", "水",
 )  # fmt: skip

@@ -7,6 +7,7 @@ far, the query and the documents; only what it writes enters the reasoner's cont
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from typing_extensions import override
@@ -21,6 +22,7 @@ REASONER, CONDENSER = "reasoner", "condenser"
 QUERY = ("<|begin_search_query|>", "<|end_search_query|>")
 RESULT = ("<|begin_search_result|>", "<|end_search_result|>")
 BOX = "\\boxed{"
+BRACE = re.compile(r"\\boxed\{|(?P<font>\\(?:text|textbf|textit|mathrm|mathbf)\{)|[{}]")
 
 TEMPLATES: Templates = {
     REASONER: {
@@ -55,19 +57,28 @@ def result(text: str) -> str:
 
 
 def extract_boxed(text: str) -> str | None:
-    r"""Return the content of the last \boxed{…} with balanced braces; None without one."""
+    r"""Return the content of the last \boxed{…} with balanced braces, without \text{…} and fonts; None without one."""
     # One pass with a stack instead of a regular expression: braces nest, and a long unbalanced text must not take
     # quadratic time.
-    open_braces: list[int] = []
+    opened: list[re.Match[str]] = []
     span: tuple[int, int] | None = None
-    for position, character in enumerate(text):
-        if character == "{":
-            open_braces.append(position + 1)
-        elif character == "}" and open_braces:
-            start = open_braces.pop()
-            if text.endswith(BOX, 0, start) and (span is None or start > span[0]):
-                span = start, position
-    return text[span[0] : span[1]].strip() if span else None
+    fonts: list[re.Match[str]] = []
+    for brace in BRACE.finditer(text):
+        if brace[0] != "}":
+            opened.append(brace)
+        elif opened:
+            start = opened.pop()
+            if start["font"]:
+                fonts += [start, brace]
+            elif start[0] == BOX and (span is None or start.end() > span[0]):
+                span = start.end(), brace.start()
+    if span is None:
+        return None
+    parts, end = [], span[0]
+    for mark in sorted((mark for mark in fonts if span[0] <= mark.start() < span[1]), key=re.Match.start):
+        parts.append(text[end : mark.start()])
+        end = mark.end()
+    return "".join([*parts, text[end : span[1]]]).strip()
 
 
 class SearchO1(TurnAgent):
