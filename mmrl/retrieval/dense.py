@@ -75,7 +75,10 @@ FAMILIES = {
 
 def treatment_of(config: DenseConfig, model: str) -> Treatment:
     """Return the treatment that a section describes for a model, a folder or hub id."""
-    name = Path(model).name.lower()
+    path = Path(model)
+    # Of a folder of the hub's cache (models--OWNER--NAME/snapshots/COMMIT), the name is further up.
+    cached = path.parent.parent.name if path.parent.name == "snapshots" else ""
+    name = (cached.rpartition("--")[2] or path.name).lower()
     family = next((family for family, names in FAMILIES.items() if names.fullmatch(name)), "own")
     base = PRESETS.get(config.encoder or family, Treatment(encoder="own"))
     fields = config.model_dump(include={"normalise", "query_prompt", "passage_prompt"}, exclude_none=True)

@@ -70,11 +70,10 @@ def spec_of(config: RetrieverConfig) -> IndexSpec:
     """Return the spec of the index that a `task.retriever` section without `index` describes."""
     if isinstance(config, DenseConfig):
         model = config.model or dense.DEFAULT_MODEL
-        treatment = dense.treatment_of(config, model)
         # As a library reads it, from whatever folder it is read; links stay, for they may be what has the model's name.
         if (folder := user_path(model)).is_dir():
             model = os.path.abspath(folder)
-        settings = {"model": model, **asdict(treatment), "faiss": config.faiss}
+        settings = {"model": model, **asdict(dense.treatment_of(config, model)), "faiss": config.faiss}
     else:
         settings = config.model_dump(include={"k1", "b", "stemmer", "stopwords"})
     return IndexSpec(kind=config.name, settings=settings)

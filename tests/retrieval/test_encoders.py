@@ -82,6 +82,10 @@ def test_a_model_that_says_nothing_is_averaged_and_keys_say_the_rest(model, own)
         ({}, "intfloat/e5-base-v2", "e5"),
         ({}, "intfloat/multilingual-e5-large", "e5"),
         ({}, "folder/e5-base-v2", "e5"),
+        ({}, "/hub/models--intfloat--e5-base-v2/snapshots/f52bf8ec8c7124536f0efb74aca902b2995e5bcd", "e5"),
+        ({}, "/hub/models--facebook--contriever/snapshots/2bd46a25019aeea091fd42d1f0fd4801675cf699/", "contriever"),
+        ({}, "contriever/all-MiniLM-L6-v2", "own"),
+        ({}, "snapshots/mine", "own"),
         ({}, "intfloat/e5-mistral-7b-instruct", "own"),
         ({}, "me/my-contriever-like", "own"),
         ({"encoder": "e5"}, "me/mine", "e5"),
@@ -99,6 +103,9 @@ def test_a_folder_is_kept_as_every_other_folder_reads_it(own, tmp_path, monkeypa
     for typed in ("~/e5-base-v2", "e5-base-v2", "./e5-base-v2"):
         settings = spec_of(dense(typed)).settings
         assert settings["model"] == str(tmp_path / "e5-base-v2") and settings["encoder"] == "e5"
+    (tmp_path / "e5-small").mkdir()
+    monkeypatch.chdir(tmp_path / "e5-small")
+    assert spec_of(dense(".")).settings["encoder"] == "e5"
     assert spec_of(dense("intfloat/e5-base-v2")).settings["model"] == "intfloat/e5-base-v2"
     build_index(tmp_path / "index", spec_of(dense("~/e5-base-v2")), lambda: DOCUMENTS[:20])
     monkeypatch.chdir("/")
