@@ -225,8 +225,10 @@ def _turn(number: int, message: Mapping[str, Any]) -> _Turn:
         content = ""
     if not isinstance(content, str):
         raise RequestFailure(f"messages.{number}.content: got {content!r:.60}, expected a text")
-    more = message.keys() - {"role", "content"}
-    return role, content, _json(dict(message, role=None, content=None)) if more else ""
+    # Templates look whether a key is there: null, or an empty list, is what OpenAI's replies have for nothing.
+    own = {k: v for k, v in message.items() if k in ("role", "content") or (v is not None and v != [])}
+    more = own.keys() - {"role", "content"}
+    return role, content, _json(dict(own, role=None, content=None)) if more else ""
 
 
 def _json(value: object) -> str:

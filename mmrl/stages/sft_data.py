@@ -29,23 +29,11 @@ from mmrl.errors import ConfigError, DataError, unknown
 from mmrl.models.template import THOUGHTS
 from mmrl.records import Forest, Rollout
 from mmrl.tasks.base import Conversation, Demonstrating, Demonstration, FieldProgram, Message, Task
-from mmrl.tasks.data.rows import Row, Source
+from mmrl.tasks.data.rows import Row, Source, without_nulls
 from mmrl.trainer.settings import Settings
 
 Supervised = tuple[str, Demonstration | Conversation]
 """Origin of an example, and the example."""
-
-
-def _without_nulls(value: Any) -> Any:
-    """Return a value without the keys of its mappings that are null."""
-    if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
-    return {k: _without_nulls(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
-
-
-def _of_record(value: object, info: ValidationInfo) -> Any:
-    """Return what a record itself has of a value: in a table it has the keys of all records."""
-    return _without_nulls(value) if (info.context or {}).get("table") else value
 
 
 class _Part(BaseModel, extra="forbid"):
@@ -64,11 +52,6 @@ class _Function(_Part):
     name: str
     arguments: dict[str, Any] | Json[dict[str, Any]]
     """As an object, or as its text, in OpenAI's way."""
-
-    @field_validator("arguments", mode="before")
-    @classmethod
-    def _own(cls, arguments: object, info: ValidationInfo) -> object:
-        return _of_record(arguments, info)
 
 
 class _Called(BaseModel, extra="allow"):
@@ -150,7 +133,7 @@ class _Talk(BaseModel, extra="forbid"):
     @classmethod
     def _text(cls, tools: object, info: ValidationInfo) -> object:
         if not isinstance(tools, str):
-            return _of_record(tools, info)
+            return without_nulls(tools) if (info.context or {}).get("table") else tools
         with suppress(ValueError):
             return json.loads(tools)
         raise ValueError(f"got {tools!r:.60}, expected a list of functions, or its JSON text")

@@ -74,6 +74,16 @@ def test_only_templates_of_other_kinds_are_refused() -> None:
     assert {*template_names()} - {*NAMES} <= {"idefics2", "idefics3", "llava_next", "smolvlm", "diffusion_gemma"}
 
 
+@pytest.mark.parametrize("name", ["llama3_1", "qwen3"])
+def test_null_is_nothing(name: str) -> None:
+    """A template looks whether a message has tool calls."""
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Where?"}]
+    nulls = [{**message, "name": None, "tool_calls": None, "tool_call_id": None} for message in messages]
+    empty = [{**message, "tool_calls": []} for message in messages]
+    wanted = tuple(official(loaded(name), messages))
+    assert render_prompt(loaded(name), nulls) == render_prompt(loaded(name), empty) == wanted
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_prompts_are_the_tokenizers_own(name: str) -> None:
     tokenizer = loaded(name)

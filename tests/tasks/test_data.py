@@ -1,6 +1,9 @@
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import datasets
 import pandas
 import pyarrow
 import pyarrow.parquet
@@ -175,6 +178,22 @@ def test_a_parquet_file_with_what_python_has_no_value_for_or_with_two_columns_of
         pyarrow.parquet.write_table(table.append_column(name, late), path)
         with pytest.raises(DataError, match=says):
             load(str(path), "nq")
+
+
+def test_messages_of_a_table_have_their_own_keys_alone(tmp_path, monkeypatch):
+    """It gives each the keys of all, and each call the arguments of all; other nulls are the record's."""
+    calls = [{"function": {"name": "go", "arguments": {"to": "Rome"}}}, {"function": {"name": "look", "arguments": {}}}]
+    talk = [{"role": "user", "content": "Go."}, {"role": "assistant", "content": None, "tool_calls": calls}]
+    rows = [{"prompt": talk, "notes": [{"a": 1}, {"b": 2}], "k": None}, {"prompt": talk[:1], "notes": [], "k": 1}]
+    path = saved(tmp_path / "a.parquet", rows)
+    read = pyarrow.parquet.read_table(path).to_pylist()
+    assert read[0]["prompt"][1]["tool_calls"][1]["function"]["arguments"] == {"to": None}
+    monkeypatch.setitem(sys.modules, "hub_rows", ModuleType("hub_rows"))
+    sys.modules["hub_rows"].made = datasets.Dataset.from_list(rows)
+    for spec in (path, "hub_rows:made"):
+        found = [row.values for row in Source("task.data.train", spec).rows("train")]
+        assert [values["prompt"] for values in found] == [talk, talk[:1]]
+        assert found[0] | {"prompt": talk} == read[0] | {"prompt": talk} and found[1]["notes"] == []
 
 
 def test_what_pyarrow_cannot_decode_is_told_with_its_row(tmp_path):

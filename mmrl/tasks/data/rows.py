@@ -58,7 +58,8 @@ class Row:
     values: Any
     """The record as it was read; usually a mapping."""
     table: bool = False
-    """It is of a table, whose records have the keys of all, with null for those that one lacks."""
+    """It is of a table, whose records have the keys of all, with null for those that one lacks (but messages: their own
+    alone)."""
 
 
 M = TypeVar("M", bound=BaseModel)
@@ -94,6 +95,27 @@ def read_as(schema: type[M], key: str, row: Row) -> M:
 def record_id(values: Fields, *names: str, otherwise: object) -> str:
     """Return the first of the fields `names` that holds an id, or `otherwise`. 0 is one; null and no text are none."""
     return str(next((values[name] for name in names if values.get(name) not in (None, "")), otherwise))
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value without the keys of its mappings that are null."""
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return {k: without_nulls(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+
+
+def _row_of_table(where: str, values: Any) -> Row:
+    """Return a row of a table, in whose messages the nulls of other messages' keys, and of other calls' arguments, are
+    left out: chat templates write them."""
+
+    def own(field: Any) -> Any:
+        if not (
+            isinstance(field, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in field)
+        ):
+            return field
+        return [{"content": None, **without_nulls(message)} for message in field]
+
+    return Row(where, {name: own(field) for name, field in values.items()}, table=True)
 
 
 class _Named(Protocol):
@@ -230,12 +252,13 @@ class Source:
                 raise DataError(f"{self.key}: {self.spec}() raised {type(error).__name__}: {error}") from None
         if isinstance(records, str | Mapping) or not isinstance(records, Iterable):
             raise DataError(f"{self.key}: {self.spec} is a {type(records).__name__}, expected a list of records")
+        row = _row_of_table if type(records).__module__.startswith("datasets.") else Row
         for number, record in enumerate(records):
             # a `dspy.Example` has `items` and is no Mapping
             if not (isinstance(record, Mapping) or hasattr(record, "items")):
                 kind = type(record).__name__
                 raise DataError(f"{self.key}: {self.spec}[{number}] is a {kind}, expected a mapping or dspy.Example")
-            yield Row(f"{self.spec}[{number}]", dict(record.items()))
+            yield row(f"{self.spec}[{number}]", dict(record.items()))
 
     def _file(self, path: Path) -> Iterator[Row]:
         readers: Mapping[str, Callable[[Path], Iterator[Row]]] = {
@@ -446,7 +469,7 @@ def _numbered(records: Iterable[Any], source: str) -> Iterator[Row]:
     number = 0
     try:
         for values in records:
-            yield Row(f"{source} row {number}", values, table=True)
+            yield _row_of_table(f"{source} row {number}", values)
             number += 1
     except (OSError, ValueError, OverflowError, pyarrow.ArrowException) as error:
         raise ValueError(f"{source} row {number}: cannot be read: {error}") from None
