@@ -20,8 +20,8 @@ from mmrl.system.replies import quoted
 
 T = TypeVar("T")
 
-MAX_QUERIES = 1024
-"""Queries of one request."""
+MAX_QUERIES = 16_384
+"""Queries of one request; Search-R1 sends those of a step's whole batch in one, 2,560 by its scripts."""
 MAX_TOPK = 1000
 MAX_QUERY_CHARS = 20_000
 """Characters of a query that are searched for."""

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("quick_retries")
         ({"queries": ["x"], "topk": 0}, "topk"),
         ({"queries": ["x"], "topk": 10**6}, "topk"),
         ({"queries": ["x"], "topk": "many"}, "topk"),
-        ({"queries": ["x"] * 2000}, "at most"),
+        ({"queries": ["x"] * 16_385}, "at most"),
         ({"queries": ["x"], "return_scores": "yes"}, "return_scores"),
     ],
 )
@@ -36,6 +36,8 @@ def test_bad_requests_are_told_why(good, body, message):
 def test_server_answers_what_it_serves(good):
     assert fetch_json(f"{good}/health") == (200, {"status": "ok", "documents": 3})
     assert fetch_json(f"{good}/retrieve", queries=[], topk=3) == (200, {"result": []})
+    # Search-R1's batch of 512 questions, 5 rollouts each
+    assert len(fetch_json(f"{good}/retrieve", queries=["city"] * 2560)[1]["result"]) == 2560
     assert fetch_json(f"{good}/retrieve", queries=["city"])[1]["result"][0][0]["contents"].startswith("Porto\n")
 
 
