@@ -210,7 +210,7 @@ class OpenQaTask(Task, PromptedTask):
         return max((metric(answer, gold, **options) for gold in example.metadata["answers"]), default=0.0)
 
     def answer_metrics(self, answer: str, example: Example) -> dict[str, float]:
-        """Exact match, F1 and accuracy as the official script has them (0 without an answer); whether there is one, how
+        """Exact match, F1 and accuracy as HotpotQA's script has them (0 without an answer); whether there is one, how
         long it is and how many candidates it names.
 
         The best over the accepted answers, each metric on its own.
