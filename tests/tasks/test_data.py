@@ -304,6 +304,14 @@ def test_gold_titles_may_come_without_their_paragraphs(tmp_path):
         make(data=data)
 
 
+@pytest.mark.parametrize(("name", "mark"), [("a.csv", ","), ("a.tsv", "\t")])
+def test_a_cell_may_be_as_long_as_an_article(tmp_path, name, mark):
+    """Longer than 131,072 characters, where Python's reader stops by itself."""
+    text = "word " * 30_000
+    rows = Source("corpus", saved(tmp_path / name, f'title{mark}text\nA{mark}"{text}"\nB{mark}b\n')).rows("train")
+    assert [row.values for row in rows] == [{"title": "A", "text": text}, {"title": "B", "text": "b"}]
+
+
 def test_dpr_topics(tmp_path):
     path = saved(tmp_path / "topics.txt", 'who sings it\t[\'Linda\', "Reba\'s"]\n"a ""quoted"" one"\t[\'x\']\n')
     found = load(path, "nq")

@@ -38,6 +38,8 @@ log = logging.getLogger("mmrl.data")
 
 HALF = re.compile(r"\\u[dD][89a-fA-F]")
 """JSON's escape of half a UTF-16 pair; most are whole pairs."""
+LONGEST_CELL = 2**31 - 1
+"""Characters of a cell of CSV or TSV; Python's own limit is less than a long article, and a C long holds no more."""
 STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 """Last bytes of a stream of Arrow batches."""
 # Checked before anything is fetched: a spec that cannot be a hub id is a wrong path, and is reported as one.
@@ -375,6 +377,7 @@ def _parsed(text: str, where: str) -> object:
 
 def _cells(path: Path, delimiter: str) -> Iterator[tuple[str, list[str]]]:
     """Yield the cells of each record, with the place where it ends."""
+    csv.field_size_limit(LONGEST_CELL)
     with path.open(encoding="utf-8-sig", newline="") as lines:
         # Strict: else a quote that is not closed takes the records after it into its cell.
         reader = csv.reader(lines, delimiter=delimiter, strict=True)
