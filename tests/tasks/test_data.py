@@ -13,6 +13,7 @@ from mmrl.config import DataConfig
 from mmrl.config.tasks import MultihopQaConfig
 from mmrl.errors import ConfigError, DataError
 from mmrl.tasks import TASKS
+from mmrl.tasks.data.corpus import Corpus
 from mmrl.tasks.data.layouts import LAYOUTS, load_records, subset, to_example
 from mmrl.tasks.data.rows import Source
 from tests.helpers.programs import saved
@@ -289,6 +290,23 @@ def test_sentences_without_spaces_of_their_own_are_joined_by_them(tmp_path):
     (found, other) = load(saved(tmp_path / "a.json", [record(0, context=of_2wiki), record(1, context=of_hotpot)]))
     assert found.paragraphs == (("Thing", "Made by Ada. In Porto."), ("Ada", "Ada lives."))
     assert other.paragraphs == (("Thing", "Made by Ada. In Porto."), ("Ada", 'Who?".'))
+
+
+def test_tables_of_several_sets_have_null_for_the_fields_of_others(tmp_path):
+    """As `datasets.concatenate_datasets` joins them."""
+    sets = [[hub_columns(record(0))], [{"id": "n", "question": "Q?", "golden_answers": ["a"]}]]
+    joined = datasets.concatenate_datasets(list(map(datasets.Dataset.from_list, sets)))
+    path = str(tmp_path / "a.parquet")
+    joined.to_parquet(path)
+    assert joined[1]["context"] is None and joined[0]["golden_answers"] is None
+    found = load(path)
+    assert [(r.id, r.answers, r.titles) for r in found] == [("r0", ("Ada",), ("Thing", "Ada")), ("n", ("a",), ())]
+    rows = [
+        hub_columns(record(0)) | {"text": None},
+        dict.fromkeys(hub_columns(record(0))) | {"title": "T", "text": "t"},
+    ]
+    paragraphs = saved(tmp_path / "c.parquet", [{"title": None} | row for row in rows])
+    assert [d.title for d in Corpus([paragraphs]).passages()] == ["Thing", "Ada", "Other", "T"]
 
 
 def test_gold_titles_may_come_without_their_paragraphs(tmp_path):

@@ -22,7 +22,7 @@ from mmrl.retrieval.words import words
 from mmrl.system.files import user_path
 from mmrl.tasks.data.layouts import Evidence, passage
 from mmrl.tasks.data.places import FORMATS, files_below, is_saved, missing_shard, parts_of
-from mmrl.tasks.data.rows import NoRecords, Source, read_as
+from mmrl.tasks.data.rows import NoRecords, Source, own_fields, read_as
 from mmrl.tasks.mini.examples import mini_corpus
 
 log = logging.getLogger("mmrl.data")
@@ -127,7 +127,7 @@ def _of_source(source: Source, numbers: Iterator[int], *, strict: bool) -> Itera
         raise NoRecords(f"{source.spec}: is a text")
     first: DataError | None = None
     number = -1
-    for number, row in enumerate(source.stream("train")):
+    for number, row in enumerate(map(own_fields, source.stream("train"))):
         try:
             fields = row.values if isinstance(row.values, Mapping) else ()
             if "paragraphs" in fields or ("context" in fields and "question" in fields):

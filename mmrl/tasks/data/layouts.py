@@ -23,7 +23,7 @@ from typing_extensions import override
 from mmrl import rng
 from mmrl.records import Example
 from mmrl.retrieval.base import Document, title_and_text
-from mmrl.tasks.data.rows import Row, Source, Text, check_unique, read_as, record_id
+from mmrl.tasks.data.rows import Row, Source, Text, check_unique, own_fields, read_as, record_id
 
 Paragraph = tuple[str, str]
 """Title and text."""
@@ -200,7 +200,7 @@ def load_records(source: Source, split: str, layout: type[Questions]) -> list[Re
     Raises:
         DataError: a missing or malformed file, a record without a field or with an empty answer, or duplicate ids.
     """
-    rows = enumerate(source.rows(split))
+    rows = enumerate(map(own_fields, source.rows(split)))
     return check_unique(source.key, ((row, _record(source.key, row, layout, f"{split}-{n}")) for n, row in rows))
 
 

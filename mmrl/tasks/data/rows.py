@@ -106,6 +106,11 @@ def without_nulls(value: Any) -> Any:
     return {k: without_nulls(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
 
+def own_fields(row: Row) -> Row:
+    """Return a row without the nulls that a table has for the fields of other records."""
+    return Row(row.where, {k: v for k, v in row.values.items() if v is not None}) if row.table else row
+
+
 def _row_of_table(where: str, values: Any) -> Row:
     """Return a row of a table, in whose messages the nulls of other messages' keys, and of other calls' arguments, are
     left out: chat templates write them."""
