@@ -1,3 +1,4 @@
+import math
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -79,6 +80,9 @@ POPQA = {"id": 1, "question": "Who?", "possible_answers": '["Ada"]', "paragraphs
         ("nq", [{"answer": "a"}], "record 0: question: Field required"),
         ("nq", [{"question": "Q?", "answer": []}], "record 0: answers: List should have at least 1 item"),
         ("nq", [{"question": "Q?", "answer": 1.5}], "record 0: answers: Input should be a valid list"),
+        ("nq", [{"question": "Q?", "answer": ["a", math.nan]}], "record 0: answers.1: got nan, expected a text"),
+        ("nq", [{"question": math.nan, "answer": "a"}], "record 0: question: got nan, expected a text"),
+        ("musique", [MUSIQUE | {"answer_aliases": [math.inf]}], "answer_aliases.0: got inf, expected a text"),
         ("nq", [{"question": "Q?", "answer": [None]}], "record 0: answers.0: Input should be a valid string"),
         (
             "nq",

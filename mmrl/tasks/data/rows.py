@@ -14,6 +14,7 @@ import ast
 import csv
 import json
 import logging
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,7 +25,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Protocol, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ValidationError
 
 from mmrl.config.base import reasons
 from mmrl.errors import DataError
@@ -73,7 +74,14 @@ def _not_empty(text: str) -> str:
     return text
 
 
-Text = Annotated[str, AfterValidator(_not_empty)]
+def _not_nan(value: object) -> object:
+    # Where numbers are read as texts, pandas' sign for a missing value would be one.
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"got {value}, expected a text")
+    return value
+
+
+Text = Annotated[str, BeforeValidator(_not_nan), AfterValidator(_not_empty)]
 """Text with something in it."""
 
 
