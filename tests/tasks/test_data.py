@@ -176,6 +176,24 @@ def test_ids_of_several_sets_in_one_are_told_apart(tmp_path):
     assert [r.id for r in load(saved(tmp_path / "mix.parquet", rows), "nq")] == ["nq-train_0", "h-train_0"]
 
 
+def test_ids_that_files_of_one_source_share_are_told_apart_by_the_file(tmp_path, monkeypatch):
+    """FlashRAG's data sets all have `train_0`; a record twice stays an error."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("nq", "hotpotqa"):
+        rows = [{"id": f"train_{n}", "question": f"{name} {n}?", "answer": "A"} for n in range(2)]
+        saved(tmp_path / name / "train.jsonl", rows)
+    mixed = load(f"nq/train.jsonl,{tmp_path}/hotpotqa/train.jsonl", "nq", "train")
+    assert [(r.id, r.question) for r in mixed] == [
+        (f"{name}/train.jsonl:train_{n}", f"{name} {n}?") for name in ("nq", "hotpotqa") for n in range(2)
+    ]
+    assert [r.id for r in load("nq/train.jsonl", "nq", "train")] == ["train_0", "train_1"]
+    saved(tmp_path / "other.jsonl", [{"id": "x", "question": "x?", "answer": "A"}])
+    assert [r.id for r in load("nq/train.jsonl,other.jsonl", "nq", "train")] == ["train_0", "train_1", "x"]
+    saved(tmp_path / "other.jsonl", [{"id": "train_1", "question": "nq 1?", "answer": "A"}])
+    with pytest.raises(DataError, match=r"other\.jsonl line 1: duplicate id 'train_1'"):
+        load("nq/train.jsonl,other.jsonl", "nq", "train")
+
+
 def test_a_parquet_file_with_what_python_has_no_value_for_or_with_two_columns_of_one_name_is_refused(tmp_path):
     late, path = pyarrow.array([2**62], pyarrow.timestamp("us")), tmp_path / "a.parquet"
     table = pyarrow.Table.from_pylist([{"question": "Q?", "answer": "A", "id": 0}])

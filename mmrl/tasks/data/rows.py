@@ -15,15 +15,16 @@ import csv
 import json
 import logging
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import Field, dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, Protocol, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ValidationError
 
@@ -63,6 +64,8 @@ class Row:
     table: bool = False
     """It is of a table, whose records have the keys of all, with null for those that one lacks (but messages: their own
     alone)."""
+    file: Path | None = None
+    """Where a source has several."""
 
 
 M = TypeVar("M", bound=BaseModel)
@@ -116,7 +119,9 @@ def without_nulls(value: Any) -> Any:
 
 def own_fields(row: Row) -> Row:
     """Return a row without the nulls that a table has for the fields of other records."""
-    return Row(row.where, {k: v for k, v in row.values.items() if v is not None}) if row.table else row
+    if not row.table:
+        return row
+    return replace(row, values={k: v for k, v in row.values.items() if v is not None}, table=False)
 
 
 def _row_of_table(where: str, values: Any) -> Row:
@@ -134,6 +139,10 @@ def _row_of_table(where: str, values: Any) -> Row:
 
 
 class _Named(Protocol):
+    """Dataclass with an id."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
     @property
     def id(self) -> str: ...
 
@@ -144,15 +153,28 @@ NamedT = TypeVar("NamedT", bound=_Named)
 def check_unique(key: str, objects: Iterable[tuple[Row, NamedT]]) -> list[NamedT]:
     """Return the objects built from rows, if no two have the same id.
 
+    Where files of one source have ids in common, as files of several data sets have (`train_0`), all begin with the
+    path of their file below the folder of all.
+
     Raises:
-        DataError: two do.
+        DataError: two of one file have the same, or two are the same record.
     """
-    by_id: dict[str, NamedT] = {}
+    found: dict[tuple[Path | None, str], NamedT] = {}
+    first: dict[str, NamedT] = {}
     for row, item in objects:
-        if item.id in by_id:
+        if (row.file, item.id) in found or first.get(item.id) == item:
             raise DataError(f"{key}: {row.where}: duplicate id '{item.id}'")
-        by_id[item.id] = item
-    return list(by_id.values())
+        found[row.file, item.id] = first[item.id] = item
+    if len(first) == len(found):
+        return list(found.values())
+    # Ids repeat in different files alone: each row has one.
+    files = {file: file.absolute() for file, _ in found if file is not None}
+    folder = os.path.commonpath([file.parent for file in files.values()])
+    return [
+        replace(item, id=f"{files[file].relative_to(folder)}:{name}")
+        for (file, name), item in found.items()
+        if file is not None
+    ]
 
 
 def same_rows(sources: Mapping[str, str], amount: str | None = None) -> dict[tuple[str, ...], str]:
@@ -256,7 +278,9 @@ class Source:
         if self.is_object:
             return self._object()
         files = self.files(split)
-        return chain.from_iterable(map(self._file, files)) if files else self._hub(split)
+        if len(files) < 2:
+            return self._file(files[0]) if files else self._hub(split)
+        return (replace(row, file=file) for file in files for row in self._file(file))
 
     def _object(self) -> Iterator[Row]:
         records = imported(self.key, self.spec)
