@@ -27,7 +27,7 @@ from mmrl.retrieval.base import Document, Retriever
 from mmrl.retrieval.store import CorpusFacts, PassageStore, write_passages
 from mmrl.system.files import atomic_write, differences, file_digest, take_lock, user_path
 
-FORMAT = 4
+FORMAT = 5
 INFO, PLAN, LOCK = "index.json", "plan.json", "lock"
 """File of a finished index; files of an unfinished one: its settings, and the process that builds it."""
 

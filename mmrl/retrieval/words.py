@@ -28,7 +28,8 @@ def words(text: str) -> list[str]:
     # The same words by `re`, several times faster.
     if text.isascii():
         return _LATIN_WORDS.findall(text.lower())
-    text = unicodedata.normalize("NFKC", text).lower()
+    # Turkish İ becomes i and a dot above, which no other spelling of the word has.
+    text = unicodedata.normalize("NFKC", text).lower().replace("i\u0307", "i")
     if _NOT_LATIN.search(text) is None:
         return _LATIN_WORDS.findall(text)
     found: list[str] = _WORDS.findall(text)
