@@ -11,7 +11,7 @@ import pytest
 
 from mmrl.cli import main
 from mmrl.config import DataConfig
-from mmrl.config.tasks import PluginTaskConfig
+from mmrl.config.tasks import DspyProgramConfig, PluginTaskConfig
 from mmrl.errors import EngineFailure, LengthFailure, TooManyFailures
 from mmrl.report.console import show_run
 from mmrl.report.overview import Overview
@@ -19,8 +19,9 @@ from mmrl.rollout import with_program
 from mmrl.stages.prompts.split import prompt_problems, split
 from mmrl.stages.prompts.students import _distinguish
 from mmrl.store.rundir import RunDir
+from mmrl.system.objects import register
 from mmrl.tasks.base import Score
-from mmrl.tasks.dspy.own import OwnTask
+from mmrl.tasks.dspy.own import ImportedTask, OwnTask
 from tests.dspy.test_threads import Other
 from tests.helpers.programs import filled
 from tests.helpers.servers import Scripted, serving
@@ -41,6 +42,9 @@ from tests.helpers.stages import (
     share,
     text_in,
 )
+
+
+SMALL_MIPRO: dict[str, Any] = {"auto": None, "num_candidates": 4, "minibatch": False}
 
 
 @pytest.fixture(scope="module")
@@ -404,6 +408,67 @@ def test_demonstrations_of_predictors_that_share_a_signature_are_their_own(tmp_p
     shown = {name: [d["text"] for d in trials[-1]["modules"][name]["demonstrations"]] for name in ("first", "second")}
     assert shown["first"] and {f"of {text}" for text in shown["first"]} == set(shown["second"])
     assert not result.improved and result.start == 1.0
+
+
+def strict(gold, pred, trace=None):
+    """Partial credit; all or nothing where it reads a trace, as `dspy.evaluate.SemanticF1`."""
+    reward = 1.0 if pred.label == "yes" else 0.25
+    if trace is None:
+        return reward
+    ((_, inputs, outputs),) = trace
+    assert inputs == {"text": gold.text} and outputs.label == pred.label
+    return reward >= 0.9
+
+
+class Strict(dspy.Module):
+    """The same as a module."""
+
+    def forward(self, example, pred, trace=None):
+        return dspy.Prediction(score=float(strict(example, pred, trace)))
+
+
+def of_form(gold, pred, trace):
+    return 0.0 if trace else 1.0
+
+
+def lenient(gold, pred, weight=0.25):
+    """With an option of its own, which is no trace."""
+    return 1.0 if pred.label == "yes" else weight
+
+
+@pytest.mark.parametrize(
+    ("metric", "threshold", "shown"),
+    [
+        (strict, None, {"yes"}),
+        (Strict(), None, {"yes"}),
+        ([strict, of_form], None, {"yes"}),
+        (lenient, None, {"yes", "no"}),
+        (lenient, 0.5, {"yes"}),
+        (strict, 0.5, {"yes"}),
+    ],
+)
+@pytest.mark.parametrize("algo", ["bootstrap_fewshot", "miprov2"])
+def test_a_metric_that_takes_a_trace_says_what_may_be_a_demonstration(tmp_path, algo, metric, threshold, shown):
+    rows = [{"text": f"t{number}"} for number in range(16)]
+    several = isinstance(metric, list)
+    paths = tuple(register(f"metric{number}", one) for number, one in enumerate(metric if several else [metric]))
+    config = DspyProgramConfig(
+        name="dspy",
+        program=register("labels", dspy.Predict("text -> label")),
+        metric=paths if several else paths[0],
+        inputs=("text",),
+        data=DataConfig(train=register("rows", rows)),
+    )
+
+    def answer(messages, temperature, seed):
+        right = int(text_in(messages).removeprefix("t")) % 2 == 0 if proposal(messages, seed) is None else False
+        return proposal(messages, seed) or filled(label="yes" if right else "no")
+
+    options = {"max_labeled_demos": 0, "max_bootstrapped_demos": 4, "metric_threshold": threshold}
+    options |= {"num_candidate_programs": 1} if algo == "bootstrap_fewshot" else {"num_trials": 3, **SMALL_MIPRO}
+    optimised(tmp_path / "run", (config, with_program(ImportedTask(config, 0))), algo, answer, **options)
+    trials = lines(tmp_path / "run" / "prompts" / "trials.jsonl")
+    assert {demo["label"] for trial in trials for demo in trial["modules"]["self"]["demonstrations"]} == shown
 
 
 def test_two_examples_with_the_same_inputs_differ_by_their_labels(tmp_path, task):

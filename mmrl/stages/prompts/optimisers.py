@@ -74,13 +74,13 @@ def worth_showing(threshold: float | None) -> Callable[..., float]:
     """
 
     def metric(example: dspy.Example, prediction: dspy.Prediction, trace: object = None) -> float:
-        reward = score(example, prediction)
         if trace is None:
-            return reward  # an evaluation
+            return score(example, prediction)  # an evaluation
+        worth = played(prediction).worth
         if played(prediction).rollout.error is not None:
             # DSPy shows what is not 0, or what reaches the threshold, which may be below 0.
             return 0.0 if threshold is None else float("-inf")
-        return max(reward, 0.0) if threshold is None else reward
+        return max(worth, 0.0) if threshold is None else worth
 
     return metric
 

@@ -61,6 +61,8 @@ class Played:
     candidate: dspy.Module
     rollout: Rollout
     score: float
+    worth: float
+    """What decides whether it may be a demonstration: the metric's answer to its trace, else the score."""
     steps: Sequence[Step]
     unread: Call | None
     """The last call whose reply does not parse."""
@@ -105,11 +107,13 @@ class Rollouts:
     def _forward(self, **inputs: Any) -> dspy.Prediction:
         # The module whose `forward` this is: a copy of the student, with other prompts.
         candidate, trace = dspy.settings.caller_modules[-1], dspy.settings.trace
-        result = self.loop.wait(self._play(candidate, self._examples[inputs[ID]], **dspy.settings.lm.kwargs))
+        bootstraps = trace is not None and isinstance(self.stage.config.algo, BootstrapConfig)
+        example, options = self._examples[inputs[ID]], dspy.settings.lm.kwargs
+        result = self.loop.wait(self._play(candidate, example, bootstraps, **options))
         if trace is not None:
             predictors = dict(candidate.named_predictors())
             trace.extend((predictors[name], inputs, outputs) for name, inputs, outputs in result.steps)
-            if isinstance(self.stage.config.algo, BootstrapConfig) and len(self._unjudged) >= JUDGED:
+            if bootstraps and len(self._unjudged) >= JUDGED:
                 with self.loop.recording_failures():
                     self.judge()
         fields = {} if result.rollout.error is not None else as_json(result.rollout.prediction)
@@ -122,6 +126,7 @@ class Rollouts:
         self,
         candidate: dspy.Module,
         example: Example,
+        bootstraps: bool,
         temperature: float | None = None,
         rollout_id: int | None = None,
         **others: Any,
@@ -130,8 +135,10 @@ class Rollouts:
         # Shallow: data, corpora and tools are large, and no candidate changes them.
         task = copy.copy(stage.task)
         task.program = program = self.student.program(candidate)
-        if isinstance(task, ImportedTask) and stage.config.algo.name == "gepa":
-            task.asked_about = program.modules
+        if isinstance(task, ImportedTask):
+            task.asked_with_trace = bootstraps
+            if stage.config.algo.name == "gepa":
+                task.asked_about = program.modules
         settings = sampling_settings(stage.config.eval, stage.config.task)
         # Without the candidate: candidates are compared on the same draws.
         key: rng.Key = (stage.config.seed, "prompts", None, None)
@@ -145,10 +152,13 @@ class Rollouts:
         path = forest.path(rollout)
         self._paid["rollouts"] += 1
         self._unjudged.append(rollout)
+        score = task.failure_score if rollout.reward is None else float(rollout.reward)
+        answer = task.answer_to_trace if isinstance(task, ImportedTask) else None
         return Played(
             candidate=candidate,
             rollout=rollout,
-            score=task.failure_score if rollout.reward is None else float(rollout.reward),
+            score=score,
+            worth=score if answer is None else answer,
             steps=self.student.steps(program, path, rollout),
             unread=next((call for call in reversed(path) if not call.ok), None),
         )

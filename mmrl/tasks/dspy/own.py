@@ -206,6 +206,10 @@ class ImportedTask(RecordTask):
     config: DspyProgramConfig
     asked_about: Sequence[str] = ()
     """Modules that a metric of GEPA's form is asked about one by one; set by who optimises their prompts."""
+    asked_with_trace: bool = False
+    """Whether a metric that takes a trace is asked once more, with the program's; set by who bootstraps."""
+    answer_to_trace: float | None = None
+    """What it said then of the last rollout; None: it was not asked."""
 
     def __init__(self, config: DspyProgramConfig, seed: int):
         expected = {
@@ -241,6 +245,10 @@ class ImportedTask(RecordTask):
         known = dspy.Example(**record).with_inputs(*self.config.inputs)
         predicted = dspy.Prediction(**prediction) if isinstance(prediction, dict) else prediction
         score = scored(await call_scorer(metric, known, predicted, *further_arguments(metric)), "task.metric")
+        if self.asked_with_trace and takes_trace(metric):
+            steps = [step for step in self.program.trace if step[2] is not None]
+            answer = await call_scorer(metric, known, predicted, *further_arguments(metric, steps))
+            self.answer_to_trace = scored(answer, "task.metric").reward
         # Metrics of GEPA's form may say nothing until they are asked about one predictor.
         if not self.asked_about or not speaks_of_predictors(metric):
             return score
@@ -381,8 +389,11 @@ class WeightedMetrics:
     metrics: Mapping[str, Callable[..., Any]]
     weights: Sequence[float]
 
-    async def __call__(self, record: object, prediction: object) -> Score:
+    async def __call__(self, record: object, prediction: object, trace: object = None) -> Score:
         """Score by each in turn; what one reports beside its score is `NAME.KEY`.
+
+        Args:
+            trace: for those that take one.
 
         Raises:
             RewardFailure: as of `scored`.
@@ -390,7 +401,7 @@ class WeightedMetrics:
         numbers, parts, feedback = dict[str, float](), dict[str, float](), list[str]()
         for (source, metric), weight in zip(self.metrics.items(), self.weights, strict=True):
             name = _name(source)
-            score = scored(await call_scorer(metric, record, prediction, *further_arguments(metric)), source)
+            score = scored(await call_scorer(metric, record, prediction, *further_arguments(metric, trace)), source)
             numbers |= {name if key == "score" else f"{name}.{key}": value for key, value in score.metrics.items()}
             parts[name] = weight * score.reward
             feedback += score.feedback.values()
@@ -449,12 +460,23 @@ def refusing_signature(function: Callable[..., Any], /, *args: object, **named: 
     return None
 
 
-def further_arguments(metric: Callable[..., Any]) -> Sequence[None]:
+def further_arguments(metric: Callable[..., Any], trace: object = None) -> Sequence[object]:
     """Return what a metric gets beside record and prediction: None for each argument without a default.
 
     DSPy's optimizers pass `trace` and more, and so metrics written for it may ask for them.
+
+    Args:
+        trace: the first of these, where the metric takes one.
     """
-    return (None,) * sum(parameter.default is parameter.empty for parameter in _positional(metric)[2:])
+    further = (None,) * sum(parameter.default is parameter.empty for parameter in _positional(metric)[2:])
+    return further if trace is None or not takes_trace(metric) else (trace, *further[1:])
+
+
+def takes_trace(metric: Callable[..., Any]) -> bool:
+    """Check if a metric takes a trace, which DSPy's optimizers pass third: there may be an option of its own."""
+    if isinstance(metric, WeightedMetrics):
+        return any(map(takes_trace, metric.metrics.values()))
+    return any(p.default is p.empty or "trace" in p.name for p in _positional(metric)[2:3])
 
 
 def speaks_of_predictors(metric: Callable[..., Any]) -> bool:
