@@ -16,15 +16,17 @@ from mmrl.errors import EngineFailure, LengthFailure, TooManyFailures
 from mmrl.report.console import show_run
 from mmrl.report.overview import Overview
 from mmrl.rollout import with_program
+from mmrl.stages.prompts.loop import Loop
 from mmrl.stages.prompts.split import prompt_problems, split
 from mmrl.stages.prompts.students import _distinguish
 from mmrl.store.rundir import RunDir
+from mmrl.system.memo import Memo
 from mmrl.system.objects import register
 from mmrl.tasks.base import Score
 from mmrl.tasks.dspy.own import ImportedTask, OwnTask
 from tests.dspy.test_threads import Other
 from tests.helpers.programs import filled
-from tests.helpers.servers import Scripted, serving
+from tests.helpers.servers import Scripted, chat_reply, serving
 from tests.helpers.stages import (
     MIPRO,
     OPTIONS,
@@ -42,7 +44,6 @@ from tests.helpers.stages import (
     share,
     text_in,
 )
-
 
 SMALL_MIPRO: dict[str, Any] = {"auto": None, "num_candidates": 4, "minibatch": False}
 
@@ -276,6 +277,30 @@ def test_a_request_to_the_prompt_model_that_cannot_be_answered_costs_one_proposa
     said = {"too long": "4097 tokens", "cut": "cut at algo.prompt_max_tokens=", "refused": "context_length_exceeded"}
     assert proposals and all(said[what] in one["problem"] and not one["usable"] for one in proposals)
     assert result.facts["proposals"].startswith(f"0 of {len(proposals)} instructions could be used; ")
+
+
+THOUGHTS = "<think>\n[[ ## proposed_instruction ## ]]\nA draft.\n[[ ## completed ## ]]\nToo short.\n</think>\n\n"
+
+
+@pytest.mark.parametrize("who", ["policy", "endpoint"])
+@pytest.mark.parametrize(
+    ("reply", "read"),
+    [
+        (THOUGHTS + "The answer.", "The answer."),
+        (THOUGHTS.removeprefix("<think>\n") + "The answer.", "The answer."),
+        ("Think in <think> and </think>.", "Think in <think> and </think>."),
+    ],
+)
+def test_thoughts_of_the_prompt_model_are_no_part_of_what_it_says(tmp_path, task, who, reply, read):
+    with serving([chat_reply(reply)]) as (url, _):
+        model = {"prompt_model": {"url": url, "model": "big", "key_env": None}} if who == "endpoint" else {}
+        engine = ScriptedEngine(lambda messages, temperature, seed: reply)
+        stage = prompt_stage(tmp_path / "run", task, engine, "miprov2", **{**MIPRO, **model})
+        with stage.rundir:
+            writer = stage._make_writer(Memo(tmp_path / "memo.jsonl"), loop := Loop())
+            (text,) = loop.run(lambda: writer.lm(1.0)("Propose."))
+            writer.close()
+    assert text == read
 
 
 def test_options_of_miprov2_without_effect_are_refused(tmp_path, task):

@@ -16,11 +16,12 @@ from mmrl import rng
 from mmrl.config import PromptRunConfig
 from mmrl.config.prompts import ProposingConfig
 from mmrl.engines.base import Completion, Engine, Request, Sampling
-from mmrl.engines.completions import Reply, Usage
+from mmrl.engines.completions import Reply, Usage, with_reasoning
 from mmrl.engines.endpoint_engine import SEEDS
 from mmrl.engines.openai import OpenAIChat
 from mmrl.errors import LengthFailure, RequestFailure
-from mmrl.models.chat import decode_text, render_prompt
+from mmrl.models.chat import render_prompt
+from mmrl.models.replies import message_of
 from mmrl.rollout.dspy.policy_lm import Answer, TextEngine, generate
 from mmrl.stages import Stage
 from mmrl.stages.prompts.loop import Loop
@@ -141,7 +142,8 @@ class Writer:
             too_long: Exception = lm15.ContextLengthError(str(failure))
             return too_long
         finish: Literal["stop", "length"] = "length" if completion.finish == "length" else "stop"
-        return Answer(decode_text(stage.tokenizer, completion.ids), len(prompt), len(completion.ids), finish)
+        text = message_of(stage.tokenizer, prompt, completion.ids, ())["content"]
+        return Answer(without_thoughts(text), len(prompt), len(completion.ids), finish)
 
     async def _by_endpoint(self, messages: Sequence[Message], temperature: float) -> Answer | Exception:
         endpoint = self.endpoint
@@ -163,4 +165,10 @@ class Writer:
         except RequestFailure as failure:
             return failure
         finish: Literal["stop", "length"] = "length" if reply["finish"] == "length" else "stop"
-        return Answer(str(reply["text"]), reply["prompt_tokens"], reply["completion_tokens"], finish)
+        text = without_thoughts(reply["text"])
+        return Answer(text, reply["prompt_tokens"], reply["completion_tokens"], finish)
+
+
+def without_thoughts(text: str) -> str:
+    """Return a reply behind the thoughts that begin it: DSPy would read the first draft in them as the proposal."""
+    return with_reasoning(text, "", "cut")
