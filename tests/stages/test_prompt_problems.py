@@ -303,6 +303,36 @@ def test_thoughts_of_the_prompt_model_are_no_part_of_what_it_says(tmp_path, task
     assert text == read
 
 
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [
+        ("observations", "data summary"),
+        ("summary", "data summary"),
+        ("program_description", "description of the program"),
+        ("module_description", "description of a module"),
+    ],
+)
+def test_a_description_that_the_prompt_model_does_not_give_is_noted(tmp_path, task, monkeypatch, asked, name):
+    answer = better_with_demonstrations(task[1])
+
+    def cut(messages, temperature, seed):
+        *_, last = messages[-1]["content"].split("Respond with")
+        return Cut("I wonder") if f"[[ ## {asked} ## ]]" in last else answer(messages, temperature, seed)
+
+    notes: list[str] = []
+    stage = prompt_stage(tmp_path / "run", task, ScriptedEngine(cut), "miprov2", **MIPRO)
+    monkeypatch.setattr(stage.log.progress, "note", notes.append)
+    with stage.rundir:
+        stage.result = stage.search()
+    proposals = lines(tmp_path / "run" / "prompts" / "proposals.jsonl")
+    missing = [one["problem"] for one in proposals if one["module"] is None]
+    assert {problem.split(":")[0] for problem in missing} == {name}
+    assert all("cut at algo.prompt_max_tokens=1024" in problem for problem in missing)
+    (note,) = notes
+    assert note.startswith(f"warning: the prompt model gave no {name}, and proposes without it (")
+    assert stage.describe()["proposals"] == "3 of 3 instructions could be used", "of descriptions it says nothing"
+
+
 def test_options_of_miprov2_without_effect_are_refused(tmp_path, task):
     config, built = task
 

@@ -7,15 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import dspy
 from dspy.propose import GroundedProposer
+from dspy.propose.dataset_summary_generator import (
+    DatasetDescriptor,
+    DatasetDescriptorWithPriorObservations,
+    ObservationSummarizer,
+)
+from dspy.propose.grounded_proposer import DescribeModule, DescribeProgram
 from dspy.teleprompt import BootstrapFewShotWithRandomSearch, MIPROv2, Teleprompter, mipro_optimizer_v2
 from dspy.teleprompt.gepa.gepa import GEPA
 from dspy.teleprompt.gepa.instruction_proposal import InstructionProposer
+from dspy.utils.callback import BaseCallback
 
 from mmrl.config.prompts import BootstrapFewshotConfig, GepaConfig, Miprov2Config, PromptConfig
 from mmrl.stages.prompts.model import Writer
@@ -34,8 +41,39 @@ class SearchSetup:
     """None for an optimiser that proposes no instructions, or takes them from a file."""
     note: Callable[[str, str, str], None]
     """Called with a module, the instruction that was proposed for it, and why it cannot be used (empty: it can)."""
+    note_undescribed: Callable[[str, str], None]
+    """Called with what the prompt model was to describe before it proposes, and why it did not."""
     on_batch: Callable[[Sequence[Played]], None]
     """Called with the rollouts of each evaluation."""
+
+
+DESCRIPTIONS = {
+    DatasetDescriptor: "data summary",
+    DatasetDescriptorWithPriorObservations: "data summary of all examples",
+    ObservationSummarizer: "data summary",
+    DescribeProgram: "description of the program",
+    DescribeModule: "description of a module",
+}
+"""Signatures by which MIPROv2 has described what proposals are made from; where one fails it goes on without a word."""
+
+
+@dataclass
+class Undescribed(BaseCallback):
+    """Callback that calls a function where one of `DESCRIPTIONS` fails, with its name and the reason."""
+
+    note: Callable[[str, str], None]
+    _asked: dict[str, str] = field(default_factory=dict)
+
+    def on_module_start(self, call_id: str, instance: Any, inputs: dict[str, Any]) -> None:
+        """See `BaseCallback`."""
+        if isinstance(instance, dspy.Predict) and (name := DESCRIPTIONS.get(instance.signature)):
+            self._asked[call_id] = name
+
+    def on_module_end(self, call_id: str, outputs: Any | None, exception: BaseException | None = None) -> None:
+        """See `BaseCallback`."""
+        name = self._asked.pop(call_id, None)
+        if name is not None and exception is not None:
+            self.note(name, _reason(exception))
 
 
 @contextmanager
@@ -44,7 +82,11 @@ def optimising(setup: SearchSetup) -> Iterator[None]:
     settings = {
         # Optimisers copy it with the options that they sample with. Never called: a rollout has an LM of its own.
         "lm": dspy.LM("mmrl", cache=False),
-        "callbacks": [*(dspy.settings.callbacks or ()), Evaluated(setup.rollouts.loop, setup.on_batch)],
+        "callbacks": [
+            *(dspy.settings.callbacks or ()),
+            Evaluated(setup.rollouts.loop, setup.on_batch),
+            Undescribed(setup.note_undescribed),
+        ],
         # A failed rollout is no error here; an error is no candidate's, and ends the search.
         "max_errors": 1,
         # So many rollouts are in flight at once in an evaluation.
@@ -253,8 +295,12 @@ def _usable(setup: SearchSetup, module: str, propose: Callable[[], str]) -> str:
         proposal = propose()
     # A reply without the fields that DSPy reads, or a prompt that is too long: a model's failure, not the run's.
     except Exception as error:
-        # DSPy's messages quote the whole reply, which is among the completions.
-        problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        problem = _reason(error)
     problem = problem or ("" if proposal.strip() else "empty") or setup.rollouts.student.problem(module, proposal)
     setup.note(module, proposal, problem)
     return "" if problem else proposal
+
+
+def _reason(error: BaseException) -> str:
+    # DSPy's messages quote the whole reply, which is among the completions.
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

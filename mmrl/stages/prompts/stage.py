@@ -79,6 +79,8 @@ class PromptStage(Stage[PromptRunConfig]):
     trials: int = field(init=False, default=0)
     unusable: int = field(init=False, default=0)
     """Trials whose rollouts have all failed."""
+    _undescribed: set[str] = field(init=False, default_factory=set)
+    """What was said on the display to be missing."""
     proposals: Counter[bool] = field(init=False, default_factory=Counter)
     """Whether it could be used -> instructions that were proposed."""
     _rewards: dict[str, list[float]] = field(init=False, default_factory=dict)
@@ -160,6 +162,7 @@ class PromptStage(Stage[PromptRunConfig]):
             validation=[TrainExample.from_example(example) for example in heldout],
             writer=writer,
             note=self._note,
+            note_undescribed=self._note_undescribed,
             on_batch=self._trial,
         )
 
@@ -221,6 +224,15 @@ class PromptStage(Stage[PromptRunConfig]):
             line = {"module": module, "instructions": proposal, "usable": not problem, "problem": problem}
             append_jsonl(self.rundir.path / FOLDER / PROPOSALS, [line])
             self.proposals[not problem] += 1
+
+    def _note_undescribed(self, what: str, problem: str) -> None:
+        if self._rollouts.loop.failure is not None:
+            return
+        line = {"module": None, "instructions": "", "usable": False, "problem": f"{what}: {problem}"}
+        append_jsonl(self.rundir.path / FOLDER / PROPOSALS, [line])
+        if what not in self._undescribed:
+            self._undescribed.add(what)
+            self.log.progress.note(f"warning: the prompt model gave no {what}, and proposes without it ({problem})")
 
     def _trial(self, batch: Sequence[Played]) -> None:
         """Record an evaluation of DSPy's as a trial."""
