@@ -8,7 +8,10 @@ from typing import Any
 import httpx
 import pytest
 from openai.types.chat import ParsedChatCompletionMessage
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
 
+from mmrl.serve.conversations import token_texts
 from mmrl.serve.policy import ServedPolicy, make_app
 from mmrl.serve.protocol import ChatRequest, Refused
 from mmrl.serve.routes import DIALECTS
@@ -132,6 +135,15 @@ def test_a_message_whose_call_or_words_no_prompt_would_have_is_refused(path: str
     assert refusal(path, **{field: [USER, said]}) == (param, f"{param}: unknown field")
     empty = {"role": "assistant", "content": "It.", **(dict.fromkeys(message) if path == CHAT else {})}
     assert read(path, **{field: [USER, empty]}).conversation()[1] == {"role": "assistant", "content": "It."}
+
+
+def test_tokens_keep_the_space_that_alone_they_lose() -> None:
+    words = Tokenizer(WordLevel({"▁By": 0, "▁the": 1, "▁se": 2, "a": 3, "</s>": 4}, unk_token="</s>"))
+    words.add_special_tokens(["</s>"])
+    words.decoder = decoders.Metaspace()
+    assert words.decode([1]) == "the"
+    texts = token_texts(lambda ids: str(words.decode(list(ids))), [0, 4, 1, 2, 3, 4])
+    assert texts == ["By", "", " the", " se", "a", ""]
 
 
 def test_the_role_function_is_refused() -> None:

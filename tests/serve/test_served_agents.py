@@ -127,6 +127,20 @@ def test_models_are_listed_and_found_by_the_names_that_requests_may_give() -> No
         assert [request.module for request in engine.requests] == [found.rpartition("/")[2] if modules else ""] * 2
 
 
+def test_texts_of_tokens_are_together_the_text_and_so_are_their_bytes() -> None:
+    said = "Olá, ação 東京 🙂 in Portugal"
+    with (
+        listening(served(lambda prompt: said)[1]) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client,
+    ):
+        reply = client.chat.completions.create(model="policy", messages=QUESTION, logprobs=True)
+    assert reply.choices[0].logprobs is not None
+    tokens = reply.choices[0].logprobs.content or []
+    assert len(tokens) > len(said) / 4 and all("\ufffd" not in token.token for token in tokens)
+    assert "".join(token.token for token in tokens) == said
+    assert b"".join(bytes(token.bytes or []) for token in tokens) == said.encode()
+
+
 def test_text_of_responses_comes_as_it_is_sampled() -> None:
     engine, app = served(lambda prompt: "In Portugal, by the sea.")
     engine.pieces = True
