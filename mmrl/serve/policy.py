@@ -124,8 +124,11 @@ class ServedPolicy(Backend):
         # A long conversation takes a while to encode, in which no other request's token could be sent.
         return await self._in_thread(rendered)
 
-    async def encoded(self, prompt: str | list[int] | list[str]) -> tuple[int, ...]:
+    async def encoded(self, prompt: str | list[int] | list[str], add_special_tokens: bool = True) -> tuple[int, ...]:
         """Return the ids of a bare prompt.
+
+        Args:
+            add_special_tokens: begin a text with those that the tokenizer puts before one.
 
         Raises:
             LengthFailure: no context could hold it.
@@ -137,7 +140,9 @@ class ServedPolicy(Backend):
         if isinstance(prompt, str):
             text = prompt
             self._refuse_endless(len(text))
-            return await self._in_thread(lambda: tuple(self.tokenizer.encode(text)))
+            return await self._in_thread(
+                lambda: tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+            )
         ids = [token for token in prompt if isinstance(token, int)]
         if len(ids) < len(prompt):
             raise Refused(400, "prompt: got several texts, expected one", "prompt")
@@ -206,7 +211,7 @@ class _Running(Running):
             answered = self._policy.conversations.answered
             return await answered(parsed, self._module, self._call, lambda reply: secrets.token_hex(12))
         assert isinstance(parsed, CompletionRequest)
-        prompt = await self._policy.encoded(parsed.prompt)
+        prompt = await self._policy.encoded(parsed.prompt, parsed.add_special_tokens)
         reply = await self._sampled(prompt, ())
         text, stop = until_stop(reply.text, parsed.stops)
         answer = Answer(text=text, finish="length" if reply.finish == "length" else "stop", stop=stop)

@@ -42,7 +42,7 @@ NEUTRAL: Mapping[str, Sequence[object]] = {
     "n": (1,),
     "best_of": (1,),
     "echo": (False,),
-    "logprobs": (False, 0),
+    "logprobs": (False,),
     "top_logprobs": (0,),
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -300,6 +300,7 @@ class CompletionRequest(SamplingRequest):
     """`POST /v1/completions`."""
 
     prompt: str | list[int] | list[str]
+    add_special_tokens: bool = True
 
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
@@ -342,7 +343,8 @@ def parse_fields(
         if name in schema.model_fields:
             continue
         value = fields.pop(name, None)
-        if value is not None and value not in harmless:
+        # 0 is not false: `logprobs` of 0 asks for those of the sampled tokens.
+        if value is not None and (type(value) is bool, value) not in [(type(one) is bool, one) for one in harmless]:
             raise Refused(400, f"{name}: this server does not have it; leave it out", name, "unsupported_parameter")
     # null stands for a field that is left out
     unread = set(ignored) - set(schema.model_fields)

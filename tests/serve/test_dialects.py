@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -10,10 +11,12 @@ import pytest
 from openai.types.chat import ParsedChatCompletionMessage
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from mmrl.serve.conversations import token_texts
 from mmrl.serve.policy import ServedPolicy, make_app
-from mmrl.serve.protocol import ChatRequest, Refused
+from mmrl.serve.protocol import ChatRequest, CompletionRequest, Refused, parse_request
 from mmrl.serve.routes import DIALECTS
 from tests.helpers.gateway import Scripted
 from tests.helpers.servers import listening
@@ -144,6 +147,25 @@ def test_tokens_keep_the_space_that_alone_they_lose() -> None:
     assert words.decode([1]) == "the"
     texts = token_texts(lambda ids: str(words.decode(list(ids))), [0, 4, 1, 2, 3, 4])
     assert texts == ["By", "", " the", " se", "a", ""]
+
+
+@pytest.mark.parametrize(("given", "taken"), [(False, True), (None, True), (0, False), (1, False), (True, False)])
+def test_log_probabilities_of_completions_are_refused_where_they_are_asked_for(given: Any, taken: bool) -> None:
+    body = json.dumps({"model": "policy", "prompt": "x", "logprobs": given}).encode()
+    if taken:
+        assert parse_request(CompletionRequest, body).prompt == "x"
+    else:
+        with pytest.raises(Refused, match="logprobs: this server does not have it"):
+            parse_request(CompletionRequest, body)
+
+
+def test_a_completions_text_begins_with_the_tokenizers_own_tokens_unless_it_asks_for_none() -> None:
+    words = Tokenizer(WordLevel({"<s>": 0, "hi": 1}, unk_token="<s>"))
+    words.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    served = ServedPolicy(Scripted(str), PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>"))
+    for asked, ids in (({}, (0, 1)), ({"add_special_tokens": True}, (0, 1)), ({"add_special_tokens": False}, (1,))):
+        request = parse_request(CompletionRequest, json.dumps({"model": "policy", "prompt": "hi", **asked}).encode())
+        assert asyncio.run(served.encoded(request.prompt, request.add_special_tokens)) == ids
 
 
 def test_the_role_function_is_refused() -> None:
