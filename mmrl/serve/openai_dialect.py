@@ -51,7 +51,8 @@ class Completions(Dialect):
 
         try:
             if self.chunk != self.kind:
-                yield event(0, self.delta(role="assistant", content=""))
+                for index in range(len(running.finished.answers) if running.begun is None else 1):
+                    yield event(index, self.delta(role="assistant", content=""))
             if running.begun is not None:
                 async for text in running.pieces():
                     yield event(0, self.delta(text))

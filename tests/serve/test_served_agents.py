@@ -141,6 +141,20 @@ def test_texts_of_tokens_are_together_the_text_and_so_are_their_bytes() -> None:
     assert b"".join(bytes(token.bytes or []) for token in tokens) == said.encode()
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_each_choice_of_a_stream_has_its_role_before_its_text(n: int) -> None:
+    with (
+        listening(served(lambda prompt: "At sea.")[1]) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client,
+    ):
+        stream = client.chat.completions.create(model="policy", messages=QUESTION, n=n, stream=True)
+        parts = [choice for part in stream for choice in part.choices]
+    for index in range(n):
+        first, *others = [choice.delta for choice in parts if choice.index == index]
+        assert (first.role, first.content) == ("assistant", "")
+        assert "".join(delta.content or "" for delta in others) == "At sea."
+
+
 def test_text_of_responses_comes_as_it_is_sampled() -> None:
     engine, app = served(lambda prompt: "In Portugal, by the sea.")
     engine.pieces = True
