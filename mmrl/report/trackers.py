@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 WITH_TEXTS = ("wandb", "tensorboard")
 STEP = "step"
 """wandb's axis: its own step never goes back, so it would drop the steps that a resumed run does again."""
+UNTAKEN = re.compile(r"[^\w./ -]")
+"""What mlflow takes in no name, as the brackets of a DSPy predictor in a list (`module/steps[0]/reward`)."""
 COLUMNS = ("step", "example", "module", "prompt", "completion", "reward", "advantage")
 SENT_CHARACTERS = {"prompt": (500, 1500), "completion": (1500, 500)}
 """Characters at the start and at the end of a long text that are sent."""
@@ -57,6 +60,8 @@ class Trackers:
         def send(tracker: GeneralTracker) -> None:
             if tracker.name == "wandb":
                 tracker.log({**finite, STEP: step})
+            elif tracker.name == "mlflow":
+                tracker.log({UNTAKEN.sub("_", key): value for key, value in finite.items()}, step=step)
             else:
                 tracker.log(finite, step=step)
 

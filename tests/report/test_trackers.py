@@ -120,6 +120,24 @@ def test_wandb_gets_group_and_tags(tmp_path, wandb):
     assert named == [["run", "mmrl", "grpo-hotpotqa", []], ["x", "p", "mine", ["a", "b"]]]
 
 
+def test_mlflow_gets_names_that_it_takes():
+    sent = []
+
+    class Mlflow:
+        name = "mlflow"
+
+        def log(self, values, step):
+            # as `mlflow.utils.validation` has it in every version
+            assert all(re.fullmatch(r"[/\w.\- ]*", key) for key in values), values
+            sent.append((step, values))
+
+    said: list[str] = []
+    both: Any = {"mlflow": Mlflow()}
+    Trackers(both, said.append).log(1, {"reward/mean": 0.5, "module/queries[0].predict/reward": 0.25, "eval/a:b": 1.0})
+    names = {"reward/mean": 0.5, "module/queries_0_.predict/reward": 0.25, "eval/a_b": 1.0}
+    assert (sent, said) == ([(1, names)], [])
+
+
 LONG = "word " * 2000
 
 
