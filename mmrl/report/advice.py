@@ -79,7 +79,8 @@ ADVICE: Mapping[str, Advice] = {
     "prompt_too_long": Advice(
         "{now_share} of the rollouts end at a prompt that leaves no room in the context ({subject})",
         "raise task.max_context up to the model's own limit, take fewer or shorter documents "
-        "(task.retriever.top_k, task.max_observation), or shorten task.prompts",
+        "(task.retriever.top_k, task.max_observation), or shorten task.prompts (where prompts are optimised, fewer "
+        "demonstrations: algo.max_labeled_demos)",
     ),
     "limits": Advice(
         "{now_share} of the rollouts reach a limit of the program without an answer ({subject})",

@@ -16,7 +16,18 @@ import numpy as np
 
 from mmrl.errors import MODEL_CAUSED
 from mmrl.report.advice import ADVICE, FAILURES
-from mmrl.report.stats import FAILED, LOST, WINDOW, History, Metrics, keys_in, number, series, trailing_mean
+from mmrl.report.stats import (
+    FAILED,
+    LOST,
+    WINDOW,
+    History,
+    Metrics,
+    keys_in,
+    number,
+    rollout_count,
+    series,
+    trailing_mean,
+)
 
 VALIDITY_FACTS = ("valid", "valid_share", "format", "format_ok", "format_rate", "ok")
 """Behaviour facts (last part of a `module/<m>/…` key) that are shares of well-formed completions."""
@@ -114,7 +125,7 @@ def _curve(history: History, key: str) -> tuple[np.ndarray, np.ndarray]:
     """Return steps and values of a metric; for a kind of failure its share of the rollouts of each step."""
     if not key.startswith(FAILED):
         return series(history, key)
-    counts = [(record, count) for record in history if (count := number(record.get("rollouts/count")))]
+    counts = [(record, count) for record in history if (count := rollout_count(record))]
     # A step without failures of this kind does not have the metric.
     shares = np.array([(number(record.get(key)) or 0.0) / count for record, count in counts], dtype=np.float64)
     return np.array([record["step"] for record, _ in counts], dtype=np.int64), shares

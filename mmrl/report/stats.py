@@ -48,9 +48,14 @@ def series(history: History, key: str) -> tuple[np.ndarray, np.ndarray]:
 FAILED = "rollouts/failed/"
 
 
+def rollout_count(metrics: Metrics) -> float | None:
+    """Return the number of rollouts of a step, or of a trial of prompts."""
+    return number(metrics.get("rollouts/count")) or number(metrics.get("prompts/items"))
+
+
 def failure_shares(metrics: Metrics) -> dict[str, float]:
     """Return kind of failure -> share of a step's rollouts that ended so, the most frequent first."""
-    count = number(metrics.get("rollouts/count")) or number(metrics.get("prompts/items"))  # of steps, of trials
+    count = rollout_count(metrics)
     counts = {key.removeprefix(FAILED): number(value) for key, value in metrics.items() if key.startswith(FAILED)}
     shares = {kind: value / count for kind, value in counts.items() if value and count}
     return dict(sorted(shares.items(), key=lambda item: -item[1]))

@@ -162,6 +162,19 @@ def test_failures_of_nearly_all_rollouts_ring_at_once(kind, name):
     assert [a.name for a in alarms(history(steps=1, rollouts__failed_share=lambda s: 1.0))] == ["failures"]
 
 
+def test_failures_of_trials_of_prompts_ring_too():
+    """Their shares are of the trial's examples: 30 of 50, then 8 of 50, as long as a window and more."""
+
+    def trials(failed):
+        trial = {"prompts/score": 0.1, "prompts/items": 50.0, "rollouts/failed_share": 0.0}
+        return [{"step": step, **trial, "rollouts/failed/length": failed} for step in range(1, 20)]
+
+    (alarm,) = alarms(trials(30.0))
+    assert alarm.name == "prompt_too_long" and alarm.message.startswith("60% of the rollouts")
+    assert "algo.max_labeled_demos" in alarm.message
+    assert alarms(trials(8.0)) == []
+
+
 def test_steps_without_a_failure_count_in_the_mean():
     """The metric is there only in such steps: all of the rollouts in one step of five, or of four."""
     for every, names in ((5, set()), (4, {"prompt_too_long"})):

@@ -191,8 +191,9 @@ def test_trials_in_which_every_rollout_fails_ring_an_alarm_with_a_reply(tmp_path
     assert len(notes) == len(lost)
     assert r"classify.predict wrote, for example: no field \x1b[31m at all (output fields missing" in notes[0]
     seen = Overview.from_run(RunDir.read(tmp_path / "run"))
-    assert {alarm.name for alarm in seen.alarms} == {"trials_fail"}
-    steps = [step for alarm in seen.alarms for step in range(alarm.step, (alarm.until or len(trials)) + 1)]
+    assert {alarm.name for alarm in seen.alarms} == {"trials_fail", "never_parses"}, "the failure, and its kind"
+    failing = [alarm for alarm in seen.alarms if alarm.name == "trials_fail"]
+    steps = [step for alarm in failing for step in range(alarm.step, (alarm.until or len(trials)) + 1)]
     assert steps == [trial["trial"] for trial in lost]
     assert "trials_fail from step" in " ".join(show_run(tmp_path / "run").split())
 
