@@ -313,7 +313,7 @@ def session(
             with storage(rundir.path):
                 if processes.main:
                     rundir.note_main_metric(metric)
-                    if isinstance(config, WeightRunConfig):  # an optimiser of prompts begins anew
+                    if isinstance(config, WeightRunConfig):  # an optimiser of prompts notes its last trial
                         rundir.note_resumed(done)
                 stage = build_stage(config, task, log)
                 try:

@@ -161,6 +161,19 @@ def test_a_killed_search_goes_on_and_asks_nothing_twice(tmp_path, task, monkeypa
     assert metrics[0] == metrics[1]
 
 
+def test_a_search_that_goes_on_notes_after_which_trial(tmp_path, task, monkeypatch):
+    """What endpoints cost is counted from 0 by each process: `mmrl compare` adds up what each has paid."""
+    kill_at(monkeypatch, 60, "after")
+    with pytest.raises(KeyboardInterrupt):
+        optimised(tmp_path / "run", task, **MIPRO)
+    monkeypatch.undo()
+    logged = [record["step"] for record in RunDir.read(tmp_path / "run").history()]
+    RunDir.open(tmp_path / "run", ["mmrl", "train"]).close()
+    result, _ = optimised(tmp_path / "run", task, **MIPRO)
+    (start,) = RunDir.read(tmp_path / "run").environment["resumed"]
+    assert 0 < start["step"] == max(logged) < result.trials
+
+
 def test_equal_rollouts_are_as_many_samples_also_after_a_kill(tmp_path, task):
     """What is tried again at a temperature above 0 is sampled again; a resume has the same samples."""
 

@@ -148,6 +148,8 @@ class PromptStage(Stage[PromptRunConfig]):
         for name in (TRIALS, PROPOSALS):
             (folder / name).unlink(missing_ok=True)
         self._logged = {int(record["step"]) for record in self.rundir.history()}
+        # From there on costs of endpoints are counted anew: what the memo has is not asked, and has no second record.
+        self.rundir.note_resumed(max(self._logged, default=0))
         self.log.begin()
         self._rollouts = rollouts = Rollouts(self, memo, loop, self.paid)
         self._since()
