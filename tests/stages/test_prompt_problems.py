@@ -99,7 +99,7 @@ def test_a_proposal_that_cannot_be_used_is_noted_and_changes_nothing(tmp_path, t
         return answer(messages, temperature, seed) if made is None else ["", "hm", "[[ ## proposed"][seed % 3]
 
     result, _ = optimised(tmp_path / "run", task, answer=garbage, **MIPRO)
-    proposals = lines(tmp_path / "run" / "prompts" / "proposals.jsonl")
+    proposals = [one for one in lines(tmp_path / "run" / "prompts" / "proposals.jsonl") if one["module"] is not None]
     assert len(proposals) == 3 and not any(one["usable"] for one in proposals)
     assert all(one["problem"].startswith("AdapterParseError: ") for one in proposals)
     trials = lines(tmp_path / "run" / "prompts" / "trials.jsonl")
@@ -107,6 +107,26 @@ def test_a_proposal_that_cannot_be_used_is_noted_and_changes_nothing(tmp_path, t
         trials[0]["modules"]["classify.predict"]["instructions"]
     }
     assert result.improved, "demonstrations alone"
+
+
+def test_what_miprov2_proposes_and_does_not_try_is_noted(tmp_path):
+    """DSPy puts the start's instructions in the place of the first that is proposed for each module."""
+
+    def answer(messages, temperature, seed):
+        return proposal(messages, seed) or filled(label="yes")
+
+    options = {**SMALL_MIPRO, "num_instruct_candidates": 3, "num_trials": 12, "max_labeled_demos": 1}
+    result, _ = optimised(tmp_path / "run", own(tmp_path / "own", Twice), "miprov2", answer, **options)
+    proposals = lines(tmp_path / "run" / "prompts" / "proposals.jsonl")
+    trials = lines(tmp_path / "run" / "prompts" / "trials.jsonl")
+    for name in ("first", "second"):
+        one, *others = [line for line in proposals if line["module"] == name]
+        assert (one["usable"], one["problem"][:9]) == (False, "not tried") and one["instructions"]
+        assert len(others) == 2 and all(line["usable"] for line in others)
+        tried = {trial["modules"][name]["instructions"] for trial in trials}
+        assert one["instructions"] not in tried
+        assert tried - {trials[0]["modules"][name]["instructions"]} <= {line["instructions"] for line in others}
+    assert result.facts["proposals"] == "4 of 6 instructions could be used"
 
 
 def test_instructions_of_a_file_are_tried_and_no_model_writes_any(tmp_path, task):
@@ -274,7 +294,7 @@ def test_a_request_to_the_prompt_model_that_cannot_be_answered_costs_one_proposa
         model = {"prompt_model": {"url": url, "model": "big", "key_env": None}} if what == "refused" else {}
         options = {**OPTIONS[algo], **model}
         result, _ = optimised(tmp_path / "run", task, algo, failing, **options)
-    proposals = lines(tmp_path / "run" / "prompts" / "proposals.jsonl")
+    proposals = [one for one in lines(tmp_path / "run" / "prompts" / "proposals.jsonl") if one["module"] is not None]
     said = {"too long": "4097 tokens", "cut": "cut at algo.prompt_max_tokens=", "refused": "context_length_exceeded"}
     assert proposals and all(said[what] in one["problem"] and not one["usable"] for one in proposals)
     assert result.facts["proposals"].startswith(f"0 of {len(proposals)} instructions could be used; ")
@@ -331,7 +351,7 @@ def test_a_description_that_the_prompt_model_does_not_give_is_noted(tmp_path, ta
     assert all("cut at algo.prompt_max_tokens=1024" in problem for problem in missing)
     (note,) = notes
     assert note.startswith(f"warning: the prompt model gave no {name}, and proposes without it (")
-    assert stage.describe()["proposals"] == "3 of 3 instructions could be used", "of descriptions it says nothing"
+    assert stage.describe()["proposals"] == "2 of 3 instructions could be used", "of descriptions it says nothing"
 
 
 def test_options_of_miprov2_without_effect_are_refused(tmp_path, task):

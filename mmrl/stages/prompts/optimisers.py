@@ -270,7 +270,12 @@ class _Proposer(GroundedProposer):
     ) -> str:
         """See `GroundedProposer.propose_instruction_for_predictor`."""
         propose = partial(super().propose_instruction_for_predictor, program, predictor, pred_i, **options)
-        return _usable(self._setup, program.named_predictors()[pred_i][0], propose) or predictor.signature.instructions
+        # MIPROv2 overwrites it. Asked for all the same: without it the others of a seed would not be those of before.
+        unused = (
+            "" if options["demo_set_i"] else "not tried: MIPROv2 tries the start's instructions in place of the first"
+        )
+        name = program.named_predictors()[pred_i][0]
+        return _usable(self._setup, name, propose, unused) or predictor.signature.instructions
 
 
 class _Rewriter(InstructionProposer):
@@ -288,15 +293,21 @@ class _Rewriter(InstructionProposer):
         return {name: text for name, text in texts.items() if text}
 
 
-def _usable(setup: SearchSetup, module: str, propose: Callable[[], str]) -> str:
-    """Return the proposed instructions of a module, empty where it cannot have them; the proposal is noted."""
+def _usable(setup: SearchSetup, module: str, propose: Callable[[], str], unused: str = "") -> str:
+    """Return the proposed instructions of a module, empty where it cannot have them; the proposal is noted.
+
+    Args:
+        unused: why they are not tried even where it can; empty: they are.
+    """
     proposal, problem = "", ""
     try:
         proposal = propose()
     # A reply without the fields that DSPy reads, or a prompt that is too long: a model's failure, not the run's.
     except Exception as error:
         problem = _reason(error)
-    problem = problem or ("" if proposal.strip() else "empty") or setup.rollouts.student.problem(module, proposal)
+    problem = (
+        problem or ("" if proposal.strip() else "empty") or setup.rollouts.student.problem(module, proposal) or unused
+    )
     setup.note(module, proposal, problem)
     return "" if problem else proposal
 
