@@ -15,6 +15,7 @@ from mmrl.config.endpoint import EndpointConfig
 from mmrl.config.tasks import task_schema
 from mmrl.engines.completions import Reply
 from mmrl.engines.openai import OpenAIChat
+from mmrl.records import Example
 from mmrl.report.console import show_run
 from mmrl.report.trials import prompts_text
 from mmrl.run.build import build_task
@@ -196,6 +197,14 @@ def test_equal_rollouts_are_as_many_samples_also_after_a_kill(tmp_path, task):
     labels, sent, used = made()
     assert (len(set(labels)), sent, used) == (5, 5, 5)
     assert made() == (labels, 0, 5)
+
+
+def test_a_field_called_base_is_a_label_and_an_input_like_any_other():
+    metadata = {"text": "t", "base": "b", "label": "l"}
+    label = TrainExample.from_example(Example(id="i", inputs={"text": "t"}, metadata=metadata))
+    assert (label.inputs().text, label.labels().toDict()) == ("t", {"base": "b", "label": "l"})
+    given = TrainExample.from_example(Example(id="i", inputs={"text": "t", "base": "b"}, metadata=metadata))
+    assert (given.inputs().base, given.labels().toDict()) == ("b", {"label": "l"})
 
 
 def test_a_search_that_is_run_again_sends_nothing(whole, task):

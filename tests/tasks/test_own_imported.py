@@ -38,6 +38,14 @@ async def plain(example, ctx):
 def attributes(example, pred, trace=None):
     return example.gold == pred.answer
 
+class Based(Answerer):
+    def forward(self, question, base):
+        return {"base": f"{base} {self.answer(question=question).answer}"}
+
+def of_base(example, pred, trace=None):
+    assert example.inputs().toDict() == {"question": example.question, "base": example.base}
+    return example.gold == pred.base
+
 def mapping(record, prediction):
     return {"score": 0.25, "words": len(prediction.split()), "note": "text"}
 
@@ -146,6 +154,14 @@ def test_a_dspy_module_with_a_dspy_metric(own, program):
     assert made.describe()["program"] == program
     forest = play(made, lambda request: filled(answer="a1"), made.examples("train"))
     assert [rollout.reward for rollout in forest.rollouts] == [0.0, 1.0, 0.0, 0.0]
+
+
+def test_a_field_called_base_is_a_field_like_any_other(own, tmp_path):
+    """DSPy's objects take `base` as a keyword for something else."""
+    path = saved(tmp_path / "based.jsonl", [{"question": "q", "base": "ten", "gold": "ten one"}])
+    made = task(path, program="own_program:Based", metric="own_program:of_base", inputs=("question", "base"))
+    (rollout,) = play(made, lambda request: filled(answer="one"), made.examples("train")).rollouts
+    assert (rollout.reward, rollout.error) == (1.0, None)
 
 
 def test_an_async_function_with_named_modules(own):

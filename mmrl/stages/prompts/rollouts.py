@@ -45,7 +45,7 @@ class TrainExample(dspy.Example):
         """Make one from the inputs and metadata of an example of the task."""
         inputs = as_json(example.inputs)
         labels = {key: value for key, value in as_json(example.metadata).items() if key not in inputs}
-        converted: TrainExample = cls(**inputs, **labels).with_inputs(*inputs)
+        converted: TrainExample = cls(base={**inputs, **labels}).with_inputs(*inputs)
         converted._id = example.id
         return converted
 
@@ -117,7 +117,7 @@ class Rollouts:
                 with self.loop.recording_failures():
                     self.judge()
         fields = {} if result.rollout.error is not None else as_json(result.rollout.prediction)
-        prediction = dspy.Prediction(**(fields if isinstance(fields, dict) else {"prediction": fields}))
+        prediction = dspy.Prediction(base=fields if isinstance(fields, dict) else {"prediction": fields})
         # Not as a field: the prompt model of some optimisers reads all fields.
         prediction._played = result
         return prediction

@@ -65,7 +65,7 @@ class DspyStudent:
             if name is None or name not in named:
                 continue  # the advice of `Refine`
             if outputs is not None:
-                steps.append((name, as_json(inputs), dspy.Prediction(**as_json(dict(outputs.items())))))
+                steps.append((name, as_json(inputs), dspy.Prediction(base=as_json(dict(outputs.items())))))
             elif rollout.error == ParseFailure.kind:
                 steps.append((name, as_json(inputs), _unread(path)))
         return steps

@@ -239,11 +239,11 @@ class ImportedTask(RecordTask):
         metric, record = self.parts_given.reward, dict(example.metadata)
         if not self.of_dspy or reward_set == UNSCORED:
             return scored(await call_scorer(metric, record, prediction), "task.metric")
-        # DSPy's own objects, so that metrics written for it fit.
+        # DSPy's own objects, so that metrics written for it fit; as keywords a field called `base` would be lost.
         import dspy
 
-        known = dspy.Example(**record).with_inputs(*self.config.inputs)
-        predicted = dspy.Prediction(**prediction) if isinstance(prediction, dict) else prediction
+        known = dspy.Example(base=record).with_inputs(*self.config.inputs)
+        predicted = dspy.Prediction(base=prediction) if isinstance(prediction, dict) else prediction
         score = scored(await call_scorer(metric, known, predicted, *further_arguments(metric)), "task.metric")
         if self.asked_with_trace and takes_trace(metric):
             steps = [step for step in self.program.trace if step[2] is not None]
