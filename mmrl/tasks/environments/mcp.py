@@ -36,6 +36,8 @@ MOST_PAGES = 100
 """Pages of a list of tools."""
 LONGEST_LOG = 500
 """Bytes of what a process has written on stderr, from its end, that a failure quotes."""
+_HTTP_ERRORS = ("Server returned an error response", "Not Found")
+"""What the package's client says of an HTTP error without a message of the server's."""
 
 
 class McpSource(Source):
@@ -102,9 +104,14 @@ class McpSource(Source):
         if shared is not None:
             Job(shared.end(), rollout_loop()).ended.result()
 
+    @property
+    def is_process(self) -> bool:
+        """True of a command; False of an address."""
+        return bool(self._words)
+
     def transport(self, log: Any) -> Any:
         """Return what a client of the package is made with."""
-        if not self._words:
+        if not self.is_process:
             return self.where
         from mcp import StdioServerParameters, stdio_client
 
@@ -145,8 +152,8 @@ class Connection:
 
     @property
     def over(self) -> bool:
-        """True once it has ended, or is lost."""
-        return self._task is None or self._task.done()
+        """True once it ends, or is lost."""
+        return self._end.is_set() or self._task is None or self._task.done()
 
     async def begin(self) -> None:
         """Connect.
@@ -200,14 +207,17 @@ class Connection:
             ToolFailure: the session is lost.
         """
         from mcp import MCPError
-        from mcp.types import CONNECTION_CLOSED
+        from mcp.types import CONNECTION_CLOSED, INVALID_REQUEST, REQUEST_TIMEOUT
 
         client = await self._client
         try:
             result = await client.call_tool(name, dict(arguments))
         except MCPError as error:
-            if error.code == CONNECTION_CLOSED:
-                failure = self._failure(f"has closed the connection during {name}")
+            # Where it knows no such session, a server in Python answers INVALID_REQUEST, and one in TypeScript with the
+            # number that is REQUEST_TIMEOUT here; no time limit is set.
+            unknown = error.code in (INVALID_REQUEST, REQUEST_TIMEOUT) or error.message in _HTTP_ERRORS
+            if error.code == CONNECTION_CLOSED or (unknown and not self._source.is_process):
+                failure = self._failure(f"has lost the session during {name}: {error}")
                 await self.end()
                 raise failure from None
             return Observation(text=str({"error": str(error)}), failed=True)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter as Counted
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -25,7 +26,7 @@ from mmrl.tasks.environments import mcp
 from tests.helpers import TOP, mcp_server
 from tests.helpers.gateway import one, rolled_out
 from tests.helpers.servers import Scripted as Page
-from tests.helpers.servers import serving
+from tests.helpers.servers import Seen, serving
 from tests.helpers.worlds import Counter, actions, environment_task, tool_call
 from tests.tasks.environments.test_replay import forked
 
@@ -141,7 +142,7 @@ def test_a_server_that_ends_fails_its_rollouts_and_is_started_again(shared: bool
     before, task = len(running()), served(tools_shared=shared)
     rollout, _ = one(task, actions(tool_call("add", step=2), tool_call("die"), tool_call("add", step=2)))
     assert (rollout.error, rollout.reward) == ("tool", None)
-    assert "has closed the connection during die; it said: out of memory" in rollout.error_message
+    assert "has lost the session during die: Connection closed; it said: out of memory" in rollout.error_message
     assert one(task, actions(tool_call("add", step=2)))[0].reward == 2.0
     task.close()
     assert len(running()) == before
@@ -161,7 +162,49 @@ def test_a_server_that_is_killed_while_it_works_fails_its_rollout(
     monkeypatch.setenv("MMRL_TEST_CALLS", str(tmp_path / "calls"))
     threading.Thread(target=kill).start()
     rollout, _ = one(task, actions(tool_call("wait", seconds=60)))
-    assert rollout.error == "tool" and "has closed the connection during wait" in rollout.error_message
+    assert rollout.error == "tool" and "has lost the session during wait" in rollout.error_message
+
+
+JSON = {"content-type": "application/json"}
+LOST = [
+    (404, {"code": -32600, "message": "Session not found"}),  # the package's own server after a restart
+    (404, {"code": -32001, "message": "Session not found"}),  # the SDK in TypeScript
+    (404, ""),
+    (503, "upstream connect error"),
+]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(("status", "said"), LOST)
+def test_a_session_that_an_address_has_lost_is_no_error_of_the_tool(status: int, said: Any, shared: bool) -> None:
+    """A second use within a session fails; the next rollout gets a new one."""
+    uses: Counted[str | None] = Counted()
+
+    def page(seen: Seen) -> Page:
+        if seen.method != "POST" or "id" not in seen.body:
+            return Page(status=405 if seen.method == "GET" else 202)
+        session = seen.headers["mcp-session-id"]
+        uses[session] += seen.body["method"] == "tools/call"
+        if uses[session] > 1:
+            error = {"jsonrpc": "2.0", "id": seen.body["id"], "error": said}
+            return Page(error, status, JSON) if isinstance(said, dict) else Page(said, status)
+        found = {"tools": [{"name": "look", "inputSchema": {"type": "object", "properties": {}}}]}
+        begun = {"capabilities": {"tools": {}}, "serverInfo": {"name": "x", "version": "1"}}
+        result: Any = {
+            "initialize": {"protocolVersion": "2025-06-18"} | begun,
+            "tools/list": found,
+            "tools/call": {"content": [{"type": "text", "text": "7"}]},
+        }[seen.body["method"]]
+        headers = JSON | {"mcp-session-id": f"s{len(uses)}"}
+        return Page({"jsonrpc": "2.0", "id": seen.body["id"], "result": result}, headers=headers)
+
+    with serving(page) as (url, _):
+        task = served(f"{url}/mcp", tools_shared=shared)
+        rollout, _ = one(task, actions(tool_call("look"), tool_call("look")))
+        assert (rollout.error, rollout.reward) == ("tool", None)
+        assert "has lost the session during look: " in rollout.error_message
+        assert one(task, actions(tool_call("look")))[0].reward == 7.0
+        task.close()
 
 
 def test_an_action_has_a_time_limit(where: str) -> None:
