@@ -1,7 +1,7 @@
 """Games of textarena, one of whose players learns: the task `textarena`.
 
-As the package's own agents do, a player gets the game's observation of the moment as its whole prompt, and its reply is
-the move. The reward is what the game gives the learning player in the end.
+As the package's own agents do, a player gets the game's observation of the moment as its whole prompt, and its reply,
+less thoughts, is the move. The reward is what the game gives the learning player in the end.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ class GameProgram:
                     break
                 moves += learns
                 module = PLAYER if learns else OPPONENT
-                reply = await ctx.call(module, self.prompts.messages(module, observation=text))
-                observation = await episode.act(MOVE, {"text": reply.text})
+                messages = self.prompts.messages(module, observation=text)
+                reply = await ctx.call(module, messages, as_message=True)
+                observation = await episode.act(MOVE, {"text": reply.parsed["content"]})
                 asked, done = observation.text, observation.done
             # The moves of a replay may take long: no batch waits for them.
             ctx.leave()

@@ -33,7 +33,7 @@ VERIFIER_S = 30.0
 
 @dataclass(slots=True)
 class Solver:
-    """Implements `mmrl.tasks.base.Program`: one call; the prediction is the text in the last `<answer>` tags."""
+    """Implements `mmrl.tasks.base.Program`: one call; the prediction is the text in its last `<answer>` tags."""
 
     prompts: Prompts
     modules: tuple[str, ...] = (MODULE,)
@@ -46,7 +46,8 @@ class Solver:
         """Answer in one call."""
         from reasoning_gym.utils import extract_answer
 
-        answer: str | None = extract_answer((await ctx.call(MODULE, self.question(example))).text)
+        reply = await ctx.call(MODULE, self.question(example), as_message=True)
+        answer: str | None = extract_answer(reply.parsed["content"])
         return answer
 
 

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 
 from mmrl.errors import ConfigError
+from mmrl.models.template import use
 from mmrl.rng import stream
 from mmrl.rollout import plans
 from mmrl.tasks import TASKS
 from mmrl.tasks.gym.sessions import GameSession, legal_moves
+from tests.helpers.gateway import Scripted, rolled_out, tokenizer
 from tests.helpers.lines import refused
 from tests.helpers.programs import FakeEngine, Script, default_config, environment, forest_of, play
 
@@ -88,6 +90,17 @@ def test_invalid_moves_are_the_models():
     task = make()
     rollout, _, _ = play(task, ["banana"], "outcome", task.examples("dev")[0])
     assert (rollout.error, rollout.metrics["invalid"]) == (None, 1.0)
+
+
+def test_thoughts_are_no_part_of_a_move():
+    """[0] and [4] stand in the thoughts, [8] is the move; whoever is asked next does not see them."""
+    read = tokenizer("qwen3")
+    use(read, thinking=True, date=None)
+    reply = "<think>\nIf I take [0] he takes [4].\n</think>\n\n[8]"
+    task, engine = make(TICTACTOE, opponent="policy"), Scripted(lambda prompt: reply, read)
+    rolled_out(task, engine, max_tokens=120)
+    assert len(engine.prompts) == 2, "the second move is to a cell that is taken"
+    assert "in cell 8" in engine.prompts[1] and "he takes" not in engine.prompts[1]
 
 
 # -- several players

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from mmrl.errors import ConfigError
+from mmrl.models.template import use
 from mmrl.tasks import TASKS
 from mmrl.tasks.gym.answers import EVALUATING, harmless
 from mmrl.tasks.gym.generate import entries
+from tests.helpers.gateway import Scripted, one, tokenizer
 from tests.helpers.lines import refused
 from tests.helpers.programs import default_config, play
 
@@ -68,6 +70,15 @@ def test_rewards_are_the_verifiers(sums, text, reward, accuracy, answered):
     assert rollout.reward == pytest.approx(expected)
     assert dict(rollout.metrics) == {"accuracy": accuracy, "score": rollout.reward, "answered": answered}
     assert [call.module for call in calls] == ["solver"]
+
+
+@pytest.mark.parametrize(("said", "answered"), [("I cannot say.", 0.0), ("<answer>no</answer>", 1.0)])
+def test_an_answer_within_thoughts_is_none(sums, said, answered):
+    read, example = tokenizer("qwen3"), sums.examples("dev")[0]
+    use(read, thinking=True, date=None)
+    reply = f"<think>\n<answer>{example.metadata['answer']}</answer>?\n</think>\n\n{said}"
+    rollout, _ = one(sums, Scripted(lambda prompt: reply, read), examples=[example], max_tokens=120)
+    assert (rollout.reward, rollout.metrics["answered"]) == (0.0, answered)
 
 
 @pytest.mark.parametrize("style", ["default", "DeepSeekZero", "simple", "direct", "chain_of_draft"])
