@@ -56,8 +56,8 @@ class GameProgram:
         limit, seat = self.config.action_timeout_s, example.inputs["seat"]
         episode = Episode(ctx, example.inputs, self.source, {MOVE: self.source}, lambda name: False, limit)
         try:
-            asked, done, moves = await episode.reset(), False, 0
-            while not done:
+            asked, moves = await episode.reset(), 0
+            while asked:  # nobody is, once the game is over
                 player, _, text = asked.partition("\n")
                 learns = int(player) == seat
                 if learns and moves == self.config.max_turns:
@@ -66,14 +66,13 @@ class GameProgram:
                 module = PLAYER if learns else OPPONENT
                 messages = self.prompts.messages(module, observation=text)
                 reply = await ctx.call(module, messages, as_message=True)
-                observation = await episode.act(MOVE, {"text": reply.parsed["content"]})
-                asked, done = observation.text, observation.done
+                asked = (await episode.act(MOVE, {"text": reply.parsed["content"]})).text
             # The moves of a replay may take long: no batch waits for them.
             ctx.leave()
             try:
                 session = await episode.world()
                 assert isinstance(session, GameSession)
-                outcome = await episode.limited(session, session.reward(), "its outcome") if done else None
+                outcome = None if asked else await episode.limited(session, session.reward(), "its outcome")
             finally:
                 ctx.enter()
             facts = session.facts

@@ -126,6 +126,15 @@ def test_the_other_player_draws_legal_moves_and_the_seat_is_drawn():
         assert opening.count("[Player") == seat, "who moves second sees one move"
 
 
+def test_a_game_that_the_opponent_ends_first_has_an_outcome():
+    """In Indian poker of one round the other player may fold at once, who then has fewer chips."""
+    task = make("IndianPoker-v0", params={"max_rounds": 1})
+    forest, _ = answered(task, lambda prompt: legal_moves(prompt)[-1], examples=task.examples("train"))
+    assert {rollout.error for rollout in forest.rollouts} == {None}
+    unasked = [rollout for rollout in forest.rollouts if not forest.path(rollout)]
+    assert unasked and {(r.reward, r.metrics["moves"]) for r in unasked} == {(1.0, 0.0)}
+
+
 def test_an_opponent_that_is_the_policy_has_a_module_out_of_the_loss():
     task = make(TICTACTOE, opponent="policy")
     assert task.program.modules == ("player", "opponent") and task.config.frozen == ("opponent",)
