@@ -23,6 +23,7 @@ from mmrl.errors import ConfigError
 from mmrl.rollout.plans import independent
 from mmrl.system.child_process import free_port
 from mmrl.tasks.environments import mcp
+from mmrl.tasks.environments.schema import function_schema
 from tests.helpers import TOP, mcp_server
 from tests.helpers.gateway import one, rolled_out
 from tests.helpers.servers import Scripted as Page
@@ -275,6 +276,34 @@ def test_arguments_that_are_no_names_are_an_observation(url: str) -> None:
     rollout, _ = one(served(url), engine)
     assert rollout.error is None and rollout.metrics["tool_errors"] == 1
     assert "got 3, expected names" in engine.prompts[1]
+
+
+POINT = {"type": "object", "properties": {"lat": {"type": "number"}}}
+
+
+def properties(of: Any, **further: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": of, **further}
+
+
+NODE = properties({"next": {"$ref": "#/$defs/Node"}})
+TREE = properties({"to": {"$ref": "#/$defs/Node"}}, **{"$defs": {"Node": NODE}})
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (properties({"to": {"$ref": "#/$defs/P"}}, **{"$defs": {"P": POINT}}), properties({"to": POINT})),
+        (properties({"to": {"$ref": "#/definitions/P"}}, definitions={"P": POINT}), properties({"to": POINT})),
+        # as zod writes what it has written before
+        (properties({"a/b": POINT, "to": {"$ref": "#/properties/a~1b"}}), properties({"a/b": POINT, "to": POINT})),
+        (properties({"x": {"anyOf": [POINT]}, "to": {"$ref": "#/properties/x/anyOf/0"}}), None),
+        (TREE, properties({"to": NODE}, **{"$defs": {"Node": NODE}})),
+        (properties({"to": {"$ref": "#"}}), properties({"to": {"$ref": "#"}})),
+    ],
+)
+def test_what_a_schema_refers_to_is_put_there(given: Any, told: Any) -> None:
+    told = told or properties({"x": {"anyOf": [POINT]}, "to": POINT})
+    assert function_schema("go", "", given)["function"]["parameters"] == told
 
 
 def refusal(tool: str, **options: Any) -> str:
