@@ -31,7 +31,8 @@ class Played:
     ids: Sequence[int] = ()
     """Tokens after the prompt: replies and observations."""
     ended: str = ""
-    """`answer`: a message without a tool call; `done`: the environment's word; `turns`, `context`: no room left."""
+    """`answer`: a message without a tool call; `length`: one that was cut; `done`: the environment's word; `turns`,
+    `context`: no room left."""
     turns: int = 0
     tool_calls: int = 0
     tool_errors: int = 0
@@ -131,7 +132,8 @@ class EnvironmentProgram:
             played.messages.append(message)
             played.turn_rewards.append(None)
             if not calls:
-                played.ended = "answer"
+                played.tool_errors += isinstance(reply.parsed, Mapping) and "unread_call" in reply.parsed
+                played.ended = "length" if reply.finish == "length" else "answer"
                 break
             results, done, state = await self._act(episode, played, calls)
             if done or played.turns == self.config.max_turns:

@@ -147,7 +147,7 @@ class EnvironmentTask(RecordTask):
             "tool_calls": float(played.tool_calls),
             "tool_errors": float(played.tool_errors),
             "answered": float(played.ended == "answer"),
-            "cut_short": float(played.ended in ("turns", "context")),
+            "cut_short": float(played.ended in ("length", "turns", "context")),
         }
         parts = dict(score.parts)
         if own is not None:

@@ -328,6 +328,28 @@ def double(x: int) -> int:
     return 2 * x
 
 
+CALL = tool_call("look")
+
+
+@pytest.mark.parametrize(
+    ("reply", "limit", "ended", "errors"),
+    [
+        ("I will add many things " * 60, 20, "length", 0),
+        (CALL + " " * 300, 8, "length", 1),
+        (CALL.replace("}", "", 1), 200, "answer", 1),
+        ("I am done.", 200, "answer", 0),
+    ],
+)
+def test_a_reply_that_is_cut_is_no_answer_and_a_call_that_nobody_reads_an_error(
+    reply: str, limit: int, ended: str, errors: int
+) -> None:
+    rollout, _ = one(environment_task(), actions(reply), max_tokens=limit)
+    assert (rollout.error, rollout.prediction["ended"]) == (None, ended)
+    cut = float(ended == "length")
+    counted = {"answered": 1.0 - cut, "cut_short": cut, "tool_calls": 0.0, "tool_errors": errors}
+    assert counted.items() <= dict(rollout.metrics).items()
+
+
 def test_functions_beside_an_environment_and_alone() -> None:
     tools = (register("doubled", double),)
     engine = actions(tool_call("doubled", x=21))
