@@ -24,7 +24,7 @@ from mmrl.system.command import marked_environment
 from mmrl.system.portal import Job, rollout_loop
 from mmrl.tasks.base import Context, Message
 from mmrl.tasks.environments.base import Observation, Session, Source
-from mmrl.tasks.environments.schema import function_schema
+from mmrl.tasks.environments.schema import function_schema, part_text
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -112,7 +112,10 @@ class McpSource(Source):
     def transport(self, log: Any) -> Any:
         """Return what a client of the package is made with."""
         if not self.is_process:
-            return self.where
+            from mcp.client.streamable_http import streamable_http_client
+
+            # A process's results have no limit either.
+            return streamable_http_client(self.where, max_sse_event_size=None)
         from mcp import StdioServerParameters, stdio_client
 
         command, *args = self._words
@@ -271,10 +274,7 @@ class McpSession(Session):
 
 def _text(result: CallToolResult) -> str:
     """Return what a tool gave: its texts, and a mark where there is something else."""
-    texts = []
-    for part in result.content:
-        held = getattr(part, "resource", part)  # a file, whose text may be there
-        texts.append(str(text) if (text := getattr(held, "text", None)) is not None else f"[{part.type}]")
+    texts = [part_text(part.model_dump(mode="json")) for part in result.content]
     if not texts and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
     return "\n".join(texts)

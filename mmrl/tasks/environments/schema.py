@@ -1,4 +1,4 @@
-"""Tools of a server as a model is told of them: its JSON schemas in the form of OpenAI's protocol."""
+"""Tools of a server, and what they give, as a model is told of them."""
 
 from __future__ import annotations
 
@@ -24,6 +24,14 @@ def function_schema(name: str, description: str, parameters: Mapping[str, Any]) 
     if '"$ref"' in json.dumps(plain):
         plain |= {key: parameters[key] for key in _DEFINITIONS if key in parameters}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": plain}}
+
+
+def part_text(part: Mapping[str, Any]) -> str:
+    """Return a part of an MCP result: its or its file's text, a link's name and address, or a mark: `[image]`."""
+    if part["type"] == "resource_link":
+        return f"{part['name']} {part['uri']}"
+    text = part.get("resource", part).get("text")
+    return f"[{part['type']}]" if text is None else str(text)
 
 
 def _plain(schema: Any, root: Mapping[str, Any], inside: tuple[str, ...]) -> Any:

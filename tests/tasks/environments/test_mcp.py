@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import signal
 import socket
@@ -175,6 +176,31 @@ LOST = [
 ]
 
 
+def answered(seen: Seen, content: Any, headers: Any) -> Page:
+    """What a server says whose one tool gives `content`; as a stream of events, which is what most send."""
+    if seen.method != "POST" or "id" not in seen.body:
+        return Page(status=405 if seen.method == "GET" else 202)
+    begun = {"capabilities": {"tools": {}}, "serverInfo": {"name": "x", "version": "1"}}
+    result = {
+        "initialize": {"protocolVersion": "2025-06-18"} | begun,
+        "tools/list": {"tools": [{"name": "look", "inputSchema": {"type": "object", "properties": {}}}]},
+        "tools/call": {"content": content},
+    }[seen.body["method"]]
+    said = json.dumps({"jsonrpc": "2.0", "id": seen.body["id"], "result": result})
+    return Page(f"event: message\ndata: {said}\n\n", headers=headers | {"content-type": "text/event-stream"})
+
+
+def test_what_a_tool_gives_is_shown_whatever_its_size() -> None:
+    """An image of 2 MB, and a file that it names."""
+    image = {"type": "image", "data": "A" * 2_000_000, "mimeType": "image/png"}
+    link = {"type": "resource_link", "name": "report", "uri": "file:///r.csv"}
+    engine = actions(tool_call("look"))
+    with serving(lambda seen: answered(seen, [{"type": "text", "text": "seen"}, image, link], {})) as (url, _):
+        rollout, _ = one(served(f"{url}/mcp"), engine)
+    assert rollout.error is None
+    assert "<tool_response>\nseen\n[image]\nreport file:///r.csv\n</tool_response>" in engine.prompts[1]
+
+
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(("status", "said"), LOST)
 def test_a_session_that_an_address_has_lost_is_no_error_of_the_tool(status: int, said: Any, shared: bool) -> None:
@@ -182,22 +208,12 @@ def test_a_session_that_an_address_has_lost_is_no_error_of_the_tool(status: int,
     uses: Counted[str | None] = Counted()
 
     def page(seen: Seen) -> Page:
-        if seen.method != "POST" or "id" not in seen.body:
-            return Page(status=405 if seen.method == "GET" else 202)
         session = seen.headers["mcp-session-id"]
-        uses[session] += seen.body["method"] == "tools/call"
-        if uses[session] > 1:
+        uses[session] += seen.method == "POST" and seen.body["method"] == "tools/call"
+        if uses[session] > 1 and "id" in seen.body:
             error = {"jsonrpc": "2.0", "id": seen.body["id"], "error": said}
             return Page(error, status, JSON) if isinstance(said, dict) else Page(said, status)
-        found = {"tools": [{"name": "look", "inputSchema": {"type": "object", "properties": {}}}]}
-        begun = {"capabilities": {"tools": {}}, "serverInfo": {"name": "x", "version": "1"}}
-        result: Any = {
-            "initialize": {"protocolVersion": "2025-06-18"} | begun,
-            "tools/list": found,
-            "tools/call": {"content": [{"type": "text", "text": "7"}]},
-        }[seen.body["method"]]
-        headers = JSON | {"mcp-session-id": f"s{len(uses)}"}
-        return Page({"jsonrpc": "2.0", "id": seen.body["id"], "result": result}, headers=headers)
+        return answered(seen, [{"type": "text", "text": "7"}], {"mcp-session-id": f"s{len(uses)}"})
 
     with serving(page) as (url, _):
         task = served(f"{url}/mcp", tools_shared=shared)
