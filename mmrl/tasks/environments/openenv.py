@@ -36,7 +36,7 @@ from mmrl.system.portal import Job, io_loop
 from mmrl.system.user_code import in_thread
 from mmrl.tasks.base import Context, Message
 from mmrl.tasks.environments.base import Observation, Session, Source
-from mmrl.tasks.environments.schema import function_schema
+from mmrl.tasks.environments.schema import function_schema, part_text
 
 if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection
@@ -203,12 +203,14 @@ class OpenEnvSource(Source):
                     raise ToolFailure(f"{self.key}: {error}{hint if lacks else ''}") from None
                 self._url = self._process.url
 
-    def _action(self) -> Mapping[str, Any]:
-        """Return the JSON schema of the environment's actions, as far as a model fills them in."""
+    def _action(self) -> Mapping[str, Any] | None:
+        """Return the JSON schema of the environment's actions, as far as a model fills them in; None: of several."""
         client = HttpClient(self._url, timeout_s=CONNECT_S, concurrency=1)
         try:
             answer = client.wait(client.attempt("GET", f"{self._url}/schema", limit=LARGEST_MESSAGE))
             action: Mapping[str, Any] = json.loads(answer)["action"]
+            if "oneOf" in action or "anyOf" in action:
+                return None
             return {**action, "properties": {n: p for n, p in action["properties"].items() if n not in _NO_TEXT}}
         except (ValueError, TypeError, LookupError, AttributeError):
             raise ToolFailure(f"{self._url}/schema has no schema of an action; expected a server of OpenEnv") from None
@@ -217,21 +219,26 @@ class OpenEnvSource(Source):
 
     # -- in the I/O loop, which nothing holds up: a server takes a connection that does not answer pings for lost
 
-    async def _listed(self, action: Mapping[str, Any]) -> tuple[bool, Sequence[Message]]:
+    async def _listed(self, action: Mapping[str, Any] | None) -> tuple[bool, Sequence[Message]]:
         """Return whether the environment lists tools, and the tools."""
         try:
             session = await self._connected()
         except Refusal as refusal:
             raise ToolFailure(str(refusal)) from None
+        tools: Sequence[Message] = ()
         try:
             # The server says by what it answers: an environment's action may have any fields, and its class any name.
-            listed = (await session.ask(STEP, {"type": "list_tools"}))["observation"]["tools"]
-            tools = [function_schema(tool["name"], tool["description"], tool["input_schema"]) for tool in listed]
+            tools = await session.tools()
+            if not tools:  # some have tools once an episode has begun
+                await session.ask("reset", {})
+                tools = await session.tools()
         except (Refusal, LookupError, TypeError):
-            return False, [function_schema(STEP, str(action.get("description", "")), action)]
+            pass
         finally:
             await session.leave()
-        return True, tools
+        if not tools and action is None:
+            raise ToolFailure("lists no tools, and its action is one of several; expected tools, or an action's fields")
+        return bool(tools), tools or [function_schema(STEP, str((action or {}).get("description", "")), action or {})]
 
     async def _connected(self) -> OpenEnvSession:
         """Return a session that the server has room for.
@@ -272,6 +279,8 @@ class OpenEnvSession(Session):
         self._source, self._socket = source, socket
         self._rewards: list[float] | None = None
         """Of the steps that had one; None: there was no step."""
+        self._over = False
+        """The episode was over when it began, as a game of cards may be."""
 
     @override
     async def reset(self, row: Mapping[str, Any]) -> str:
@@ -281,10 +290,14 @@ class OpenEnvSession(Session):
             begun = await self._asked("reset", {"seed": seed, **row})
         except Refusal as refusal:
             raise ToolFailure(f"reset: {refusal}") from None
+        if begun.get("done"):
+            self._over, self._rewards = True, _rewards(begun)
         return _text(begun["observation"])
 
     @override
     async def act(self, name: str, arguments: Mapping[str, Any]) -> Observation:
+        if self._over:
+            return Observation(text="The episode was over when it began.", done=True)
         action = {"type": "call_tool", "tool_name": name, "arguments": arguments}
         try:
             answer = await self._asked(STEP, action if self._source.lists_tools else arguments)
@@ -293,7 +306,7 @@ class OpenEnvSession(Session):
                 raise ToolFailure(f"{name}: {refusal}") from None
             return Observation(text=str({"error": str(refusal)}), failed=True)
         reward = answer.get("reward")
-        self._rewards = [*(self._rewards or ()), *([] if reward is None else [float(reward)])]
+        self._rewards = [*(self._rewards or ()), *_rewards(answer)]
         text, failed = _text(answer["observation"]), False
         if self._source.lists_tools:
             text, failed = _result(answer["observation"])
@@ -318,6 +331,15 @@ class OpenEnvSession(Session):
             await Job(self.leave(), io_loop()).awaited()
         finally:
             self._source.left()
+
+    async def tools(self) -> Sequence[Message]:
+        """Return the tools that the environment lists, in the I/O loop.
+
+        Raises:
+            Refusal: it lists none; as LookupError and TypeError.
+        """
+        listed = (await self.ask(STEP, {"type": "list_tools"}))["observation"]["tools"]
+        return [function_schema(tool["name"], tool["description"], tool["input_schema"]) for tool in listed]
 
     async def leave(self) -> None:
         """End the session; the server has room for another one then."""
@@ -366,12 +388,18 @@ def _text(observation: Mapping[str, Any]) -> str:
     return json.dumps(fields, ensure_ascii=False) if fields else ""
 
 
+def _rewards(answer: Mapping[str, Any]) -> list[float]:
+    return [] if answer.get("reward") is None else [float(answer["reward"])]
+
+
 def _result(observation: Mapping[str, Any]) -> tuple[str, bool]:
     """Return what a tool gave as text, and whether it failed."""
     if (error := observation.get("error")) is not None:
         return str({"error": error.get("message") if isinstance(error, Mapping) else error}), True
-    result = observation.get("result")
+    if "result" not in observation:  # an observation of the environment's own
+        return _text({name: value for name, value in observation.items() if name not in ("tool_name", "error")}), False
+    result = observation["result"]
     if isinstance(result, Mapping) and isinstance(parts := result.get("content"), list):  # of FastMCP
-        text = "\n".join(str(part.get("text", "")) for part in parts)
+        text = "\n".join(map(part_text, parts))
         return (str({"error": text}), True) if result.get("is_error") else (text, False)
     return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False), False
