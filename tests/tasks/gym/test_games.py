@@ -129,7 +129,8 @@ def test_the_other_player_draws_legal_moves_and_the_seat_is_drawn():
 def test_a_game_that_the_opponent_ends_first_has_an_outcome():
     """In Indian poker of one round the other player may fold at once, who then has fewer chips."""
     task = make("IndianPoker-v0", params={"max_rounds": 1})
-    forest, _ = answered(task, lambda prompt: legal_moves(prompt)[-1], examples=task.examples("train"))
+    engine = Scripted(lambda prompt: "[fold]", tokenizer("qwen3"))
+    forest = rolled_out(task, engine, examples=task.examples("train"))
     assert {rollout.error for rollout in forest.rollouts} == {None}
     unasked = [rollout for rollout in forest.rollouts if not forest.path(rollout)]
     assert unasked and {(r.reward, r.metrics["moves"]) for r in unasked} == {(1.0, 0.0)}
