@@ -71,17 +71,29 @@ LINES = {
         "`mt_grpo_variable`",
         "`… columns=search_agent rows=mt_grpo_variable eval.items=60`",
     ),
+    "coder-search_agent-mt_grpo_variable_taught": (
+        "HotpotQA, a search agent",
+        READS,
+        "the same, and itself with the answer",
+        "`… rows=mt_grpo_variable_taught eval.items=60`",
+    ),
     "coder-search_agent-mt_ppo": (
         "HotpotQA, a search agent",
         READS,
         "`mt_ppo`",
         "`… rows=mt_ppo eval.items=60`",
     ),
-    "coder-search_agent-mt_grpo_variable_taught": (
+    "coder-search_agent-ppo": (
         "HotpotQA, a search agent",
         READS,
-        "the same, and itself with the answer",
-        "`… rows=mt_grpo_variable_taught eval.items=60`",
+        "`ppo`",
+        "`… rows=ppo eval.items=60`",
+    ),
+    "coder-search_agent-grpo": (
+        "HotpotQA, a search agent",
+        READS,
+        "`grpo`",
+        "`… rows=grpo eval.items=60`",
     ),
 }
 """Name of records -> task, policy before training, algorithm, and where its command stands."""

@@ -211,8 +211,9 @@ def test_messages_of_a_table_have_their_own_keys_alone(tmp_path, monkeypatch):
     path = saved(tmp_path / "a.parquet", rows)
     read = pyarrow.parquet.read_table(path).to_pylist()
     assert read[0]["prompt"][1]["tool_calls"][1]["function"]["arguments"] == {"to": None}
-    monkeypatch.setitem(sys.modules, "hub_rows", ModuleType("hub_rows"))
-    sys.modules["hub_rows"].made = datasets.Dataset.from_list(rows)
+    module = ModuleType("hub_rows")
+    vars(module)["made"] = datasets.Dataset.from_list(rows)
+    monkeypatch.setitem(sys.modules, "hub_rows", module)
     for spec in (path, "hub_rows:made"):
         found = [row.values for row in Source("task.data.train", spec).rows("train")]
         assert [values["prompt"] for values in found] == [talk, talk[:1]]

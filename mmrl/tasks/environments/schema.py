@@ -45,7 +45,7 @@ def _plain(schema: Any, root: Mapping[str, Any], inside: tuple[str, ...]) -> Any
         # A property of this name has a schema, no text.
         if key not in ("$defs", "$schema") and not (key == "title" and isinstance(value, str))
     }
-    pointer = rest.get("$ref")
+    pointer: Any = rest.get("$ref")
     if pointer in inside or (target := _target(pointer, root)) is None:  # a tree's branches are trees
         return rest
     del rest["$ref"]
