@@ -20,7 +20,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 from yaml import MarkedYAMLError
@@ -73,7 +73,7 @@ def composed(config_name: str, overrides: Sequence[str], config_dir: str | None 
 
 
 def _composition(config_name: str, overrides: Sequence[str], config_dir: str | None) -> DictConfig:
-    """Compose the config with Hydra, interpolations unresolved.
+    """Compose the config with Hydra, its own section too, interpolations unresolved.
 
     Raises:
         ConfigError: Hydra could not compose it.
@@ -84,7 +84,7 @@ def _composition(config_name: str, overrides: Sequence[str], config_dir: str | N
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(config_dir=str(conf_dir()), version_base="1.3", job_name=config_name):
-            return compose(config_name, overrides=list(overrides))
+            return compose(config_name, overrides=list(overrides), return_hydra_config=True)
     # Hydra has errors of its own for some words alone; others are what its parsers happen to run into.
     except Exception as error:
         raise _refusal(error) from None
@@ -114,9 +114,19 @@ def _refusal(error: Exception) -> ConfigError:
 
 def _sections(config_name: str, config: DictConfig) -> dict[str, object]:
     """Return the command's own sections. A `model=` sets `train.*` too, which is no mistake in an evaluation."""
+    with open_dict(config):
+        hydra = config.pop("hydra")
     raw = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
     assert isinstance(raw, dict)
-    left_out = {"experiment", "hydra", *(("train", "algo") if config_name == "eval" else ())}
+    if misplaced := raw.pop("experiment", None):
+        choice, keys = hydra.runtime.choices.experiment, ", ".join(map(str, misplaced))
+        if choice is None:
+            raise ConfigError(f"experiment.{keys}: unknown key; experiment=NAME takes conf/experiment/NAME.yaml")
+        # Hydra looks for the package in the comment lines above everything else, up to the first that has none.
+        raise ConfigError(
+            f"experiment: {choice}.yaml sets {keys} without effect; its first line must be # @package _global_"
+        )
+    left_out = ("train", "algo") if config_name == "eval" else ()
     sections = {str(key): as_tuples(value) for key, value in raw.items() if key not in left_out and value != "???"}
     plugins = sections.get("plugins")
     # anything but a list is for validation to refuse

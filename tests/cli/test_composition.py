@@ -177,6 +177,20 @@ def test_no_row_may_be_said(tmp_path, monkeypatch, capsys, errors_of):
     assert errors_of("train", "-m", "experiment=null,mine", "seed=x").startswith("error: seed: got 'x'")
 
 
+@pytest.mark.parametrize("above", ["", "# mine\n# @package _global_\n", "---\n# @package _global_\n"])
+def test_an_experiment_that_is_not_said_to_be_of_the_whole_config_is_refused(above, tmp_path, monkeypatch):
+    (tmp_path / "conf/experiment").mkdir(parents=True)
+    (tmp_path / "conf/experiment/mine.yaml").write_text(f"{above}train: {{steps: 3}}\nseed: 4\n")
+    (tmp_path / "conf/experiment/fine.yaml").write_text("\n#@package _global_\n# mine\nseed: 4\n")
+    monkeypatch.chdir(tmp_path)
+    said = "experiment: mine.yaml sets train, seed without effect; its first line must be # @package _global_"
+    assert refused("experiment=mine") == [said]
+    assert refused("experiment.seed=3") == [
+        "experiment.seed: unknown key; experiment=NAME takes conf/experiment/NAME.yaml"
+    ]
+    assert configured(["experiment=fine"]).seed == 4
+
+
 def test_a_path_that_exists_is_a_name_also_with_an_equals_sign(tmp_path, monkeypatch):
     (tmp_path / "x" / "seed=0").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "x")
