@@ -26,7 +26,7 @@ from mmrl.config.base import in_quotes, quoted_text, value_at
 from mmrl.config.validate import COLON, IN_A_NAME, meant_keys
 from mmrl.errors import ConfigError, refuse, unknown
 from mmrl.store.policy import model_of, prompts_of
-from mmrl.system.conf import GROUPS, options
+from mmrl.system.conf import GROUPS, options, row_keys
 
 
 class _Flags(argparse.ArgumentParser):
@@ -236,8 +236,9 @@ def force_override(override: Override, value: str | None) -> str:
 
 
 def policy_words(sections: Mapping[str, object], words: Sequence[str], config_dir: str | None) -> list[str]:
-    """Return further words of an evaluation, unless typed: `model=` and the prompt settings of its policy's run.
+    """Return further words of an evaluation: `model=` and the prompt settings of its policy's run.
 
+    What is typed, or set by a row (`experiment=`), stays.
     Else every policy would be evaluated with the limits of the default model, the tiny one.
 
     Args:
@@ -245,7 +246,7 @@ def policy_words(sections: Mapping[str, object], words: Sequence[str], config_di
         words: the overrides of the job.
     """
     model, policy = sections.get("model"), sections.get("policy")
-    user_keys = set(map(key_of, words))
+    user_keys = {*map(key_of, words), *row_keys(words, config_dir)}
     if policy is None and isinstance(model, Mapping) and user_keys & {"model", "model.path"}:
         # the model itself, as it is before any training
         return [f"++policy={hydra_value('policy', model['path'])}"] if isinstance(model.get("path"), str) else []

@@ -5,6 +5,7 @@ Apart from `config`, whose import loads pydantic: `mmrl --help` lists choices an
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -42,14 +43,25 @@ def row_keys(words: Iterable[str], config_dir: str | None = None) -> list[str]:
     """Return the keys and groups that the rows of a command line (`experiment=`) set."""
     from mmrl.config.base import iter_leaves
 
-    keys: list[str] = []
-    for word in words:
-        name, _, rows = word.lstrip("+").partition("=")
-        for row in rows.strip("[]").split(",") if name == "experiment" else ():
-            content = _content("experiment", row.strip(), [*user_dirs(config_dir), conf_dir()])
-            groups = [group for item in content.pop("defaults", ()) if isinstance(item, dict) for group in item]
-            keys += [group.removeprefix("override ").lstrip("/") for group in groups]
-            keys += [key for key, _ in iter_leaves(content)]
+    folders = [*user_dirs(config_dir), conf_dir()]
+    pairs = [word.lstrip("+").partition("=")[::2] for word in words]
+    rows = [row for key, value in pairs if key == "experiment" for row in value.strip("[]").split(",")]
+    paths, keys = [f"/experiment/{row.strip()}" for row in rows], list[str]()
+    for path in paths:  # which grows
+        group, _, name = path[1:].partition("/")
+        if group != "experiment":
+            keys.append(group)
+            continue
+        content = _content(group, name, folders)
+        defaults = content.pop("defaults", None)
+        for item in defaults if isinstance(defaults, list) else ():
+            if isinstance(item, dict):
+                keys += [key.removeprefix("override ").lstrip("/") for key in item]
+                continue
+            # Text alone is a file beside this one, or of any group behind a slash.
+            named = posixpath.join(posixpath.dirname(path), str(item).partition("@")[0])
+            paths += [named] if named not in paths else []
+        keys += [key for key, _ in iter_leaves(content)]
     return keys
 
 

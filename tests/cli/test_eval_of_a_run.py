@@ -31,6 +31,17 @@ def test_prompts_are_those_of_the_policy(tmp_path):
     assert evaluation(f"policy={tmp_path}", "task.prompts=typed.json").task.prompts == "typed.json"
 
 
+def test_settings_under_one_name_hold_as_if_they_were_typed(tmp_path, monkeypatch):
+    run_of(tmp_path / "run", "task=hotpotqa", "model=hf", "model.path=some/folder", "model.chat_template=llama3")
+    (tmp_path / "conf/experiment").mkdir(parents=True)
+    (tmp_path / "conf/experiment/plain.yaml").write_text("# @package _global_\nmodel: {chat_template: plain}\n")
+    (tmp_path / "conf/experiment/child.yaml").write_text("# @package _global_\ndefaults: [plain, _self_]\nseed: 3\n")
+    monkeypatch.chdir(tmp_path)
+    templates = [evaluation("policy=run", *more).model.chat_template for more in ((), ["experiment=plain"])]
+    assert templates == ["llama3", "plain"]
+    assert evaluation("policy=run", "experiment=child").model.chat_template == "plain"
+
+
 def test_endpoints_answer_as_they_did(tmp_path):
     endpoints = "engine.endpoints={reranker: {url: 'http://localhost:1/v1', model: big, key_env: null}}"
     trained = run_of(tmp_path, "task=hotpotqa", endpoints)

@@ -299,9 +299,14 @@ def test_settings_under_one_name_hold_in_a_run_from_another(earlier, tmp_path, m
     (rows / "big.yaml").write_text("# @package _global_\ntask: {max_tokens: 5}\n")
     (rows / "other.yaml").write_text("# @package _global_\ntrain: {steps: 3}\n")
     (rows / "broken.yaml").write_text("task: {")
+    (rows / "child.yaml").write_text("# @package _global_\ndefaults: [below/middle, _self_]\ntrain: {steps: 3}\n")
+    (rows / "below").mkdir()
+    (rows / "below/middle.yaml").write_text("# @package _global_\ndefaults: [/experiment/big]\n")
     monkeypatch.chdir(tmp_path)
     (evaluation,) = eval_configs(read_line([f"policy={run}", "experiment=big"]))
     assert from_run(run, "algo=mmgrpo", "experiment=big").task.max_tokens == evaluation.task.max_tokens == 5
+    (evaluation,) = eval_configs(read_line([f"policy={run}", "experiment=below/middle"]))
+    assert from_run(run, "algo=mmgrpo", "experiment=child").task.max_tokens == evaluation.task.max_tokens == 5
     sweep = train_configs(
         read_line(["-m", f"from={run}", "algo=mmgrpo", "experiment=big,other"], command_keys=("from",))
     )
