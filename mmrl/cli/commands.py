@@ -202,8 +202,8 @@ def compare(context: typer.Context) -> int:
 
     \b
     Keys:
-      algo=A,B task=T,U            what is run; task=hotpotqa where left out; A+B: B starts from what A has made,
-                                   such as prompts, then weights; a row for each; one seed unless typed
+      algo=A,B task=T,U            what is run; without task= the experiment's or hotpotqa; A+B: B starts from what A has
+                                   made, such as prompts, then weights; a row for each; one seed unless typed
       set=NAME                     or a set of rows and columns: conf/set/NAME.yaml, as the shipped mini and tasks
       seed=0,1,2 jobs=N            seeds; runs at once, one thread each; jobs=1
       rows=A,B columns=T,U         some rows and columns of a set, by name

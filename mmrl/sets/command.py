@@ -31,6 +31,7 @@ from mmrl.sets.plan import TOP, Compose, Planner
 from mmrl.sets.queue import RunQueue, by_cell, run_state
 from mmrl.sets.spec import Column, Row, SetSpec
 from mmrl.sets.words import is_below, read_set, set_folders, words_of_steps
+from mmrl.system.conf import row_keys
 from mmrl.system.stop import stoppable
 
 
@@ -143,8 +144,12 @@ def _spec_of_algorithms(request: SetRequest, keys: SetKeys) -> SetSpec:
         for position, step in enumerate(names):
             start = "+".join(names[:position])
             rows["+".join(filter(None, [start, step]))] = Row.model_validate({"from": start, "train": steps[step]})
-    columns = {task: Column(train=(f"task={task}",)) for task in tasks}
-    shows = f"{', '.join(algos)} on {', '.join(tasks)}"
+    columns, where = {task: Column(train=(f"task={task}",)) for task in tasks}, f"on {', '.join(tasks)}"
+    experiments = [word for word in request.overrides if is_below(word, ("experiment",))]
+    # The default task would win over that of an experiment.
+    if "task" not in keys.model_fields_set and {"task", "task.name"} & {*row_keys(experiments, request.config_dir)}:
+        columns, where = {"": Column()}, f"with {', '.join(experiments)}"
+    shows = f"{', '.join(algos)} {where}"
     alone = not keys.seed and len(algos) == 1 and "+" in algos[0]
     seeds, notes = keys.seed or ((0,) if alone else (0, 1, 2)), (ONE_SEED,) if alone else ()
     return SetSpec(shows=shows, seeds=seeds, rows=rows, columns=columns, notes=notes)

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -166,6 +167,26 @@ def test_keys_about_weights_hold_for_the_steps_that_train_some(calls):
     prompts, weights = calls()
     assert all(word in weights and word not in prompts for word in about_weights)
     assert "algo.auto=light" in prompts and "algo.auto" not in weights
+
+
+def test_the_task_of_an_experiment_holds_where_none_is_typed(calls):
+    Path("conf/experiment").mkdir(parents=True)
+    Path("conf/experiment/bank.yaml").write_text("# @package _global_\ndefaults: [override /task: banking77]\n")
+    Path("conf/experiment/child.yaml").write_text("# @package _global_\ndefaults: [bank, _self_]\ntrain: {steps: 2}\n")
+    Path("conf/experiment/short.yaml").write_text("# @package _global_\ntrain: {steps: 2}\n")
+
+    def tasks(*words):
+        shutil.rmtree("outputs", ignore_errors=True)
+        assert main(["compare", "algo=mmgrpo,sft", "seed=0", "name=x", *words]) == 0
+        assert len(calls()) == 2
+        return {path.name for path in Path("outputs/sets/runs").iterdir() if path.is_dir()}
+
+    assert tasks("experiment=bank") == tasks("experiment=child") == {"banking77"}
+    assert (
+        json.loads(Path("outputs/sets/x/set.json").read_text())["head"]["shows"] == "mmgrpo, sft with experiment=child"
+    )
+    assert tasks("experiment=bank", "task=hover") == {"hover"}
+    assert tasks("experiment=short") == {"hotpotqa"}
 
 
 def test_its_page_has_the_command_that_makes_it_again(calls):
