@@ -87,7 +87,7 @@ def train(context: typer.Context) -> int:
       mmrl train resume=outputs/hotpotqa/mhgpo_rr/RUN
       mmrl train resume=outputs/hotpotqa/mhgpo_rr/RUN train.steps=+100
     """
-    from mmrl.cli import configs, overrides
+    from mmrl.cli import configs, hydra, overrides
 
     line = overrides.read_line(context.args, command_keys=("resume", "from"))
     if "resume" in line.command_keys:
@@ -102,6 +102,8 @@ def train(context: typer.Context) -> int:
     if line.prints:
         configs.print_config("train", line)
         return 0
+    if line.multirun:
+        line = hydra.with_swept_params(line)
     jobs = configs.train_configs(line)
     if line.multirun:
         from mmrl.sets.sweep import sweep
@@ -202,8 +204,8 @@ def compare(context: typer.Context) -> int:
 
     \b
     Keys:
-      algo=A,B task=T,U            what is run; without task= the experiment's or hotpotqa; A+B: B starts from what A has
-                                   made, such as prompts, then weights; a row for each; one seed unless typed
+      algo=A,B task=T,U            what is run; without task= the experiment's or hotpotqa; A+B: B starts from what A
+                                   has made, such as prompts, then weights; a row for each; one seed unless typed
       set=NAME                     or a set of rows and columns: conf/set/NAME.yaml, as the shipped mini and tasks
       seed=0,1,2 jobs=N            seeds; runs at once, one thread each; jobs=1
       rows=A,B columns=T,U         some rows and columns of a set, by name

@@ -149,6 +149,8 @@ def _config(command: Command, line: CommandLine, job: Sequence[str]) -> StageCon
     """
     # Not what a row (`experiment=`) sets: of `algo` and `train` that belongs to the algorithm that the row is about.
     typed = list(map(key_of, job))
+    # Where experiments are swept themselves, the sweeper reads no file of theirs.
+    swept = line.multirun and not any(o.key_or_group == "experiment" and o.is_sweep_override() for o in line.overrides)
     with_rows = [*line.keys, *typed, *row_keys(job, line.config_dir)]
     if "from" in line.command_keys:
         from mmrl.run.start import inherit, sections_of
@@ -158,9 +160,9 @@ def _config(command: Command, line: CommandLine, job: Sequence[str]) -> StageCon
         # What the choice of its model and task sets elsewhere holds here too.
         names = {group: value_at(sections, f"{group}.name") for group in ("model", "task")}
         choices = [f"{group}={name}" for group, name in names.items() if name in options(group, line.config_dir)]
-        raw = inherit(composed(command, [*choices, *job], line.config_dir), run, sections, with_rows)
+        raw = inherit(composed(command, [*choices, *job], line.config_dir, swept=swept), run, sections, with_rows)
     else:
-        raw = composed(command, job, line.config_dir)
+        raw = composed(command, job, line.config_dir, swept=swept)
     if command == "train":
         config: StageConfig | EvalRunConfig = _stage(raw, typed)
     else:

@@ -20,6 +20,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
@@ -50,16 +51,25 @@ def _env(*names: str) -> object:
 OmegaConf.register_new_resolver("oc.env", _env, replace=True)
 
 
-def composed(config_name: str, overrides: Sequence[str], config_dir: str | None = None) -> dict[str, object]:
+def composed(
+    config_name: str, overrides: Sequence[str], config_dir: str | None = None, *, swept: bool = False
+) -> dict[str, object]:
     """Compose one job into a plain mapping, interpolations resolved, without Hydra's own section.
 
     The packages that it names as `plugins` are imported: a task's own file may name its package.
+
+    Args:
+        swept: a sweep runs it, with the `hydra:` section of its files.
 
     Raises:
         ConfigError: Hydra or OmegaConf could not compose it; their message, first line.
     """
     try:
-        sections = _sections(config_name, _composition(config_name, overrides, config_dir))
+        config = _composition(config_name, overrides, config_dir)
+        sets = {"mode": config.hydra.mode is RunMode.MULTIRUN, "sweeper.params": _swept_params(config)}
+        says = "a file sets it, and it holds in a sweep of one experiment alone: mmrl train -m"
+        refuse(f"hydra.{key}: {says}" for key, value in sets.items() if value and not swept)
+        sections = _sections(config_name, config)
         # Only now: the schema may be that of a plugin. Hydra alone would merge what is typed with what a file has.
         mappings = [override.key_or_group for override in parse(overrides, []) if isinstance(override.value(), dict)]
         if emptied := [f"++{key}=null" for key in mappings if has_free_keys(key)]:
@@ -152,6 +162,36 @@ def _put_user_folders_first(config_dir: str | None) -> None:
     registered = plugins.plugin_type_to_subclass_list[SearchPathPlugin]
     registered[:] = [plugin for plugin in registered if plugin.__name__ != UserConfigs.__name__]
     plugins.register(UserConfigs)
+
+
+def with_swept_params(line: CommandLine) -> CommandLine:
+    """Return the words of a sweep with those that files say for it (`hydra: {sweeper: {params: …}}`), typed ones last.
+
+    So its jobs are listed and checked, whoever names them.
+    """
+    typed = [force_override(o, value_text(o)) for o in line.overrides if not o.is_sweep_override()]
+    try:
+        config = _composition("train", typed, line.config_dir)
+        params = _swept_params(config)
+    except (ConfigError, OmegaConfBaseException):
+        return line  # which the jobs' own compositions refuse
+    words = [f"{key}={value}" for key, value in params.items() if key.lstrip("+") not in line.keys]
+    if "hydra/sweeper" not in line.keys and (sweeper := config.hydra.runtime.choices["hydra/sweeper"]) != "basic":
+        words.append(f"hydra/sweeper={sweeper}")
+    problems: list[str] = []
+    added = parse(words, problems)
+    refuse(problems)
+    # Or the sweeper would take them twice.
+    emptied = parse(["hydra.sweeper.params=null"] if params else [], [])
+    return replace(line, overrides=(*added, *line.overrides, *emptied))
+
+
+def _swept_params(config: DictConfig) -> dict[str, object]:
+    """Return what the sweeper of a composition sweeps by itself, key -> values in Hydra's grammar."""
+    params = OmegaConf.select(config, "hydra.sweeper.params")
+    raw = OmegaConf.to_container(params, resolve=True) if isinstance(params, DictConfig) else {}
+    assert isinstance(raw, dict)
+    return {str(key): value for key, value in raw.items()}
 
 
 def through_hydra(line: CommandLine, job: Job) -> None:

@@ -103,3 +103,60 @@ def test_what_a_search_may_try_is_validated_before_it_starts(quick, capsys):
     assert [job[1] for job in expand(line, [])] == ["++seed=1", "++seed=3"]
     # a list that is not searched is still every job of the grid
     assert len(expand(read_line(["-m", "seed=1,2", "train.lr=0.1,0.2"]), [])) == 4
+
+
+def own_sweep(folder, text):
+    (folder / "conf/experiment").mkdir(parents=True, exist_ok=True)
+    (folder / "conf/experiment/mine.yaml").write_text(f"# @package _global_\n{text}\ntrain: {{steps: 1}}\n")
+
+
+GRID = "hydra: {mode: MULTIRUN, sweeper: {params: {algo.group_size: '2,3', ++seed: '4,5'}}}"
+
+
+def test_a_sweep_in_a_file_is_counted_and_checked_as_a_typed_one(quick, tmp_path, capsys):
+    own_sweep(tmp_path, GRID)
+    begun = []
+
+    def begin(checked):
+        begun.append((checked.config.algo.group_size, checked.config.seed))
+        if checked.config.algo.group_size == 3:
+            raise ConfigError("model.path: no weights")
+        return plays(lambda config: 0.5)(checked)
+
+    quick.setattr("mmrl.sets.sweep.begin", begin)
+    assert main(["train", "-m", "algo=grpo", "experiment=mine", "seed=7,8"]) == 2
+    assert begun == [(2, 7), (2, 8), (3, 7), (3, 8)]
+    assert "sweep: 2 of 4 runs finished" in capsys.readouterr().err
+    own_sweep(tmp_path, GRID.replace("'2,3'", "'2,x'"))
+    begun.clear()
+    assert main(["train", "-m", "algo=grpo", "experiment=mine"]) == 2
+    assert "algo.group_size: got 'x'" in capsys.readouterr().err and not begun
+
+
+def test_a_job_that_a_launcher_loses_is_counted(quick, tmp_path, capsys):
+    own_sweep(tmp_path, GRID)
+    quick.setattr("mmrl.sets.sweep.begin", plays(lambda config: 0.5))
+    through = configs.swept
+    quick.setattr(configs, "swept", lambda line, job: through(line, lambda build: build().seed == 4 and job(build)))
+    assert main(["train", "-m", "algo=grpo", "experiment=mine"]) == 1
+    assert "sweep: 2 of 4 runs finished" in capsys.readouterr().err
+
+
+def test_a_sweep_in_a_file_is_refused_where_nothing_sweeps(quick, tmp_path, errors_of):
+    own_sweep(tmp_path, GRID)
+    (tmp_path / "conf/experiment/other.yaml").write_text("# @package _global_\nseed: 3\n")
+    for words in (["train"], ["plan"], ["train", "-m"]):
+        told = errors_of(*words, "algo=grpo", "experiment=mine,other" if "-m" in words else "experiment=mine")
+        assert (
+            "hydra.sweeper.params: a file sets it, and it holds in a sweep of one experiment alone: mmrl train -m"
+            in told
+        )
+    own_sweep(tmp_path, "hydra: {mode: MULTIRUN}")
+    assert "error: hydra.mode: a file sets it" in errors_of("train", "experiment=mine")
+
+
+def test_ranges_of_a_sweeper_that_a_file_chose_are_checked(optuna, quick, tmp_path, errors_of):
+    own_sweep(
+        tmp_path, "defaults: [override /hydra/sweeper: optuna]\nhydra: {sweeper: {params: {seed: 'range(-3,4)'}}}"
+    )
+    assert "seed: got -3" in errors_of("train", "-m", "experiment=mine")
