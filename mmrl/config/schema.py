@@ -207,9 +207,16 @@ class RunConfig(Section):
         description="wandb, tensorboard: calls of each step that they get as text (prompt, completion, reward, "
         "advantage); 0: none",
     )
-    wandb_project: str = Field("mmrl", description=f"{', '.join(WITH_PROJECTS)}: the project (mlflow: the experiment)")
-    group: str | None = Field(None, min_length=1, description="wandb: runs that belong together; null: <algo>-<task>")
-    tags: tuple[str, ...] = Field((), description="wandb: labels of the run")
+    wandb_project: str | None = Field(
+        None,
+        min_length=1,
+        description=f"{', '.join(WITH_PROJECTS)}: the project (mlflow: the experiment); null: mmrl, or for wandb "
+        "WANDB_PROJECT",
+    )
+    group: str | None = Field(
+        None, min_length=1, description="wandb: runs that belong together; null: WANDB_RUN_GROUP, or <algo>-<task>"
+    )
+    tags: tuple[str, ...] = Field((), description="wandb: labels of the run; []: WANDB_TAGS")
     progress: bool | None = Field(None, description="live display; false: plain lines; null: live in a terminal")
     before: str | None = Field(
         None,

@@ -127,7 +127,7 @@ def trackers(
     A resumed run goes on in the same files.
 
     Args:
-        name, group: of the run, where `run.name` and `run.group` say nothing.
+        name, group: of the run, where `run.name` and `run.group` say nothing, nor wandb's variables.
         device: `hardware.device`.
         warn: called with what a user should know: where wandb's data go, and later what fails.
 
@@ -136,7 +136,6 @@ def trackers(
     """
     report_to = settings.report_to
     refuse(missing_trackers(report_to))
-    run_settings = settings.model_copy(update={"name": settings.name or name, "group": settings.group or group})
     # Read only if it is sent: most runs have no tracker.
     config = without_secrets(run.config) if report_to else {}
     next_step = max((record["step"] for record in run.history()), default=-1) + 1
@@ -144,7 +143,7 @@ def trackers(
     # Started before training: a bad key is an error of the config, not of step 1.
     for service in report_to:
         try:
-            started[service] = tracker = _started(service, run, next_step, run_settings, device)
+            started[service] = tracker = _started(service, run, next_step, settings, name, group, device)
             if service == "wandb":
                 warn(wandb_mode(run.path)[1])
             if service == "tensorboard":
@@ -216,13 +215,19 @@ def _block(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.split("\n"))
 
 
-def _started(tracker: str, run: RunDir, next_step: int, settings: RunConfig, device: str) -> GeneralTracker:
+def _started(
+    tracker: str, run: RunDir, next_step: int, settings: RunConfig, name: str, group: str, device: str
+) -> GeneralTracker:
     from accelerate import PartialState
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     # accelerate's trackers need its process state; the trainer's arguments reset it and set it up in the same way.
     PartialState(cpu=device == "cpu")
-    folder, name, project = str(run.path), settings.name, settings.wandb_project
+    # What is given to wandb wins over its variables, which are to hold where the config says nothing.
+    variables = os.environ if tracker == "wandb" else {}
+    name = settings.name or variables.get("WANDB_NAME") or name
+    project = settings.wandb_project or variables.get("WANDB_PROJECT") or "mmrl"
+    folder = str(run.path)
     options: dict[str, object] = {}
     if tracker == "wandb":
         # The id is stored beside the files, so that a resumed run continues the same curve.
@@ -230,7 +235,8 @@ def _started(tracker: str, run: RunDir, next_step: int, settings: RunConfig, dev
         if not id_file.exists():
             id_file.write_text(secrets.token_hex(4))
         options = {"name": name, "dir": folder, "id": id_file.read_text().strip(), "resume": "allow"}
-        options |= {"mode": wandb_mode(run.path)[0], "group": settings.group, "tags": list(settings.tags)}
+        options |= {"mode": wandb_mode(run.path)[0], "tags": list(settings.tags) or None}
+        options["group"] = settings.group or os.environ.get("WANDB_RUN_GROUP") or group
         # wandb would else wrap standard output and print its own banner.
         options["settings"] = {"console": "off", "silent": True}
     elif tracker == "tensorboard":

@@ -61,11 +61,14 @@ class FakeWandb:
         self.finished += 1
 
 
+VARIABLES = ("WANDB_NAME", "WANDB_PROJECT", "WANDB_RUN_GROUP", "WANDB_TAGS")
+
+
 @pytest.fixture
 def wandb(monkeypatch, tmp_path):
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_CONFIG_DIR"):
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "WANDB_CONFIG_DIR", *VARIABLES):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -117,7 +120,17 @@ def test_wandb_gets_group_and_tags(tmp_path, wandb):
     opened(tmp_path, "wandb")
     opened(tmp_path, "wandb", group="mine", tags=("a", "b"), name="x", wandb_project="p")
     named = [[arguments[key] for key in ("name", "project", "group", "tags")] for arguments in wandb.inits]
-    assert named == [["run", "mmrl", "grpo-hotpotqa", []], ["x", "p", "mine", ["a", "b"]]]
+    # no tags at all: wandb reads WANDB_TAGS where it is given None
+    assert named == [["run", "mmrl", "grpo-hotpotqa", None], ["x", "p", "mine", ["a", "b"]]]
+
+
+def test_variables_of_wandb_hold_where_the_config_says_nothing(tmp_path, wandb, monkeypatch):
+    for name in ("NAME", "PROJECT", "RUN_GROUP"):
+        monkeypatch.setenv(f"WANDB_{name}", f"their {name}")
+    opened(tmp_path, "wandb")
+    opened(tmp_path, "wandb", group="mine", name="x", wandb_project="mmrl")
+    named = [[arguments[key] for key in ("name", "project", "group")] for arguments in wandb.inits]
+    assert named == [["their NAME", "their PROJECT", "their RUN_GROUP"], ["x", "mmrl", "mine"]]
 
 
 def test_mlflow_gets_names_that_it_takes():
