@@ -15,7 +15,7 @@ from mmrl.config.schema import RlRunConfig, stage_schema
 from mmrl.config.validate import as_tuples, explain
 from mmrl.errors import ConfigError, refuse, unknown
 from mmrl.sets.spec import Layer, SetSpec, undeclared
-from mmrl.system.conf import conf_dir, later_wins, options, user_dirs
+from mmrl.system.conf import algo_name, conf_dir, later_wins, options, user_dirs
 from mmrl.system.files import read_yaml
 
 SpecT = TypeVar("SpecT", bound=SetSpec)
@@ -134,7 +134,7 @@ def words_of_steps(
             problems.append(f"{typed}: is the same for all; type {key}= or leave it out")
         else:
             own[step].append(word.replace(f"{step}.", "", 1))
-    training = {step: "train" in stage_schema(step).model_fields for step in steps}
+    training = {step: "train" in stage_schema(algo_name(step, config_dir)).model_fields for step in steps}
     return {
         step: later_wins(
             [f"algo={step}", *(w for w in shared if trains or not (any(training.values()) and is_below(w, OF_WEIGHTS)))]

@@ -65,6 +65,20 @@ def row_keys(words: Iterable[str], config_dir: str | None = None) -> list[str]:
     return keys
 
 
+def algo_name(choice: str, config_dir: str | None = None) -> str:
+    """Return `algo.name` of a choice of `algo=`: its file's, or that of the files in its defaults; else the choice."""
+    names = [choice]
+    for name in names:  # which grows
+        content = _content("algo", name, [*user_dirs(config_dir), conf_dir()])
+        section = content.get("algo", content)  # some files are of the whole config, others of their group
+        if isinstance(section, dict) and isinstance(section.get("name"), str):
+            return str(section["name"])
+        defaults = content.get("defaults")
+        bases = [str(base).removeprefix("/algo/") for base in (defaults if isinstance(defaults, list) else ())]
+        names += [base for base in reversed(bases) if base not in names]  # the last one wins
+    return choice
+
+
 def set_by(key: str, value: object, choices: Mapping[str, object]) -> str:
     """Return the choice of a group whose file sets a key to a value, such as `algo=grpo`; empty where none does.
 

@@ -169,6 +169,14 @@ def test_keys_about_weights_hold_for_the_steps_that_train_some(calls):
     assert "algo.auto=light" in prompts and "algo.auto" not in weights
 
 
+def test_a_file_of_ones_own_is_a_step_of_the_kind_of_its_algorithm(calls):
+    Path("conf/algo").mkdir(parents=True)
+    Path("conf/algo/mygepa.yaml").write_text("# @package _global_\ndefaults: [gepa, _self_]\nalgo: {auto: light}\n")
+    assert main(["compare", "algo=mygepa+mmgrpo", "task=banking77", "train.steps=2"]) == 0
+    prompts, weights = calls()
+    assert "algo=mygepa" in prompts and "train.steps" not in prompts and "train.steps=2" in weights
+
+
 def test_the_task_of_an_experiment_holds_where_none_is_typed(calls):
     Path("conf/experiment").mkdir(parents=True)
     Path("conf/experiment/bank.yaml").write_text("# @package _global_\ndefaults: [override /task: banking77]\n")
