@@ -1,9 +1,10 @@
 """The secrets of this process, and the one place that hides them in text.
 
-A secret is the value of an environment variable: one that a config interpolates (`${oc.env:NAME}`), one that a config
-names as the holder of a key (`key_env`), or one whose name says that it holds a key or a password. Whatever mmrl prints
-or writes goes through `hide`, which puts `${oc.env:NAME}` where the value stood; `reveal` undoes that, so that a run
-continues from a stored config that holds no value.
+A secret is the value of an environment variable: one whose name says that it holds a key or a password, one that a
+config names as the holder of a key (`key_env`), or one that a config interpolates (`${oc.env:NAME}`) where a secret
+belongs (`is_secret`). Whatever mmrl prints or writes goes through `hide`, which puts `${oc.env:NAME}` where the value
+stood; `reveal` undoes that, so that a run continues from a stored config that holds no secret. Any other interpolated
+value is stored as it is: a run must not change with the environment.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import html
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TextIO, cast
 from urllib.parse import quote, quote_plus
@@ -48,6 +49,8 @@ _KEY = re.compile(
     r"|github_pat_\w{20,}|glpat-[\w-]{16,}|xox[a-z]-[\w-]{10,}|AKIA[A-Z0-9]{16}|AIza[\w-]{30,}|eyJ[\w-]{10,}\.[\w-]{10,}\.)"
 )
 _USER_IN_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#\s]*@")
+_FIELDS = re.compile(r"(?:^--?|[?&])([\w-]+)=")
+"""Names in the query of an address, and the one of an option."""
 
 
 def looks_like_a_key(text: str) -> bool:
@@ -58,6 +61,40 @@ def looks_like_a_key(text: str) -> bool:
 def user_in_address(text: str) -> bool:
     """Check if `text` begins with an address that has a user or a password in it."""
     return _USER_IN_ADDRESS.match(text) is not None
+
+
+def is_secret(name: str, path: str, words: Sequence[str]) -> bool:
+    """Check if a config that interpolates an environment variable uses it as a secret.
+
+    It does where the variable's name or the config key's says so, in a header, in an address with a user or a secret in
+    its query, and after an option such as `--api-key`; and where the value is such an address or a service's key.
+
+    Args:
+        name: of the variable.
+        path: config path that it is used at.
+        words: the text that it is used in, not interpolated; in a list, after the item before.
+    """
+    value = os.environ[name]
+    keys = path.split(".")
+    option = words[0].lstrip("-") if len(words) > 1 and words[0].startswith("-") else ""
+    return (
+        _says_secret(name)
+        or any(secret_name(key) or key.lower().endswith("headers") for key in keys)
+        # a key in the place of its variable's name
+        or (keys[-1].endswith("_env") and value not in os.environ)
+        or _says_secret(option)
+        or any(_with_credentials(text) for text in (words[-1], value))
+        or looks_like_a_key(value)
+    )
+
+
+def _says_secret(name: str) -> bool:
+    return _NAMES.search(name) is not None or secret_name(name)
+
+
+def _with_credentials(text: str) -> bool:
+    """True for an address with a user or a secret in its query, and for an option such as `--api-key=…`."""
+    return bool(_USER_IN_ADDRESS.search(text)) or any(_says_secret(field) for field in _FIELDS.findall(text))
 
 
 def can_be_secret(value: str) -> bool:
@@ -98,7 +135,7 @@ def add_environment() -> None:
 
 
 def environment_value(name: str) -> str | None:
-    """Return the value of an environment variable that a config interpolates and hide it from now on; None if unset."""
+    """Return the value of an environment variable that holds a secret and hide it from now on; None if unset."""
     value = os.environ.get(name)
     if value is not None:
         add_secret(name, value)

@@ -21,7 +21,7 @@ from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, ListConfig, Node, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 from yaml import MarkedYAMLError
@@ -32,7 +32,7 @@ from mmrl.commands.credit import CreditRequest
 from mmrl.config import AlgoConfig, RlRunConfig
 from mmrl.config.validate import algo_section, as_tuples, has_free_keys
 from mmrl.errors import ConfigError, gathered, refuse
-from mmrl.secrets import environment_value
+from mmrl.secrets import environment_value, is_secret
 from mmrl.system.conf import conf_dir, user_dirs
 from mmrl.system.files import read_yaml
 
@@ -40,11 +40,15 @@ Job = Callable[[Sequence[str]], float | None]
 """Runs one job of Hydra's, given its words."""
 
 
-def _env(*names: str) -> object:
-    """Resolve `${oc.env:NAME}` as OmegaConf does; the value is hidden wherever mmrl prints or writes it."""
+def _env(*names: str, _node_: Node) -> object:
+    """Resolve `${oc.env:NAME}` as OmegaConf does; a secret is hidden wherever mmrl prints or writes it."""
     value: object = oc.env(*names)
-    if names and isinstance(names[0], str):
-        environment_value(names[0])
+    if names and isinstance(names[0], str) and names[0] in os.environ:
+        parent, position = _node_._get_parent(), _node_._key()
+        before = parent._get_node(position - 1) if isinstance(parent, ListConfig) and position else None
+        words = [str(node._value()) for node in (before, _node_) if isinstance(node, Node)]
+        if is_secret(names[0], _node_._get_full_key(None), words):
+            environment_value(names[0])
     return value
 
 

@@ -29,7 +29,7 @@ SPELLINGS = {
 def planted(monkeypatch, tmp_path):
     monkeypatch.setattr(secrets, "_secrets", {})
     monkeypatch.setattr(secrets, "_forms", ())
-    monkeypatch.setenv("MINE", KEY)  # a name that says nothing: only a config's use of it does
+    monkeypatch.setenv("MINE", KEY)  # names that say nothing: only a config's use of them does
     monkeypatch.setenv("GATE", GATE)
     monkeypatch.chdir(tmp_path)
 
@@ -51,40 +51,89 @@ def bytes_below(folder):
             yield path, (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8", "replace")
 
 
+@pytest.fixture
+def named(monkeypatch):
+    """The secrets in variables whose names say that they are secrets."""
+    monkeypatch.setenv("MY_KEY", KEY)
+    monkeypatch.setenv("GATE_PASSWORD", GATE)
+
+
 PLACES = {
-    "a value": ["train.lr=${oc.env:MINE}"],
-    "within a text": ["train.lr=before-${oc.env:MINE}-after"],
-    "a key of another section": ["++task.${oc.env:MINE}=1", "algo.x=${oc.env:MINE}"],
-    "a mapping": ["task.data={train: '${oc.env:MINE}', nope: '${oc.env:GATE}'}"],
-    "a list": ["task.modules=['${oc.env:MINE}']"],
-    "a choice": ["+model@x=${oc.env:MINE}"],
-    "an address": ["task=search_agent", "task.judge.url=${oc.env:GATE}", "task.judge.model=x"],
-    "a user in an address": ["task=search_agent", "task.judge.url=http://me:${oc.env:MINE}@h/v1", "task.judge.model=x"],
-    "the query of an address": ["task.retriever.name=remote", "task.retriever.url=http://[x?key=${oc.env:GATE}"],
-    "arguments of vLLM": ["engine=vllm_server", "engine.args=[--api-key,'${oc.env:MINE}']", "engine.nope=1"],
-    "a name": ["run.name=${oc.env:MINE}", "run.dir=", "engine.endpoints={x: {url: '${oc.env:GATE}'}}"],
-    "the name of a variable": ["engine.endpoints={reranker: {model: x, key_env: '${oc.env:MINE}'}}", "seed=x"],
-    "a default": ["train.lr=${oc.env:NOT_SET,${oc.env:MINE}}"],
+    "a value": ["train.lr=${oc.env:MY_KEY}"],
+    "within a text": ["train.lr=before-${oc.env:MY_KEY}-after"],
+    "a key of another section": ["++task.${oc.env:MY_KEY}=1", "algo.x=${oc.env:MY_KEY}"],
+    "a mapping": ["task.data={train: '${oc.env:MY_KEY}', nope: '${oc.env:GATE_PASSWORD}'}"],
+    "a list": ["task.modules=['${oc.env:MY_KEY}']"],
+    "a choice": ["+model@x=${oc.env:MY_KEY}"],
+    "an address": ["task=search_agent", "task.judge.url=${oc.env:GATE_PASSWORD}", "task.judge.model=x"],
+    "a name": ["run.name=${oc.env:MY_KEY}", "run.dir=", "engine.endpoints={x: {url: '${oc.env:GATE_PASSWORD}'}}"],
+    "a default": ["train.lr=${oc.env:NOT_SET,${oc.env:MY_KEY}}"],
     "a file": ["task=mine"],
-    "a sweep": ["-m", "seed=1,2", "train.lr=${oc.env:MINE},${oc.env:GATE}"],
+    "a sweep": ["-m", "seed=1,2", "train.lr=${oc.env:MY_KEY},${oc.env:GATE_PASSWORD}"],
+}
+USES = {
+    "a user in an address": ["task=search_agent", "task.judge.url=http://me:${oc.env:MINE}@h/v1", "task.judge.model=x"],
+    "an address with a user": ["task=search_agent", "task.judge.url=${oc.env:WITH_USER}", "task.judge.model=x"],
+    "the query of an address": ["task.retriever.name=remote", "task.retriever.url='http://[x?key=${oc.env:GATE}'"],
+    "arguments of vLLM": ["engine=vllm_server", "engine.args=[--api-key,'${oc.env:MINE}']", "engine.nope=1"],
+    "an argument of vLLM": ["engine=vllm_server", "engine.args='--hf-token=${oc.env:MINE}'", "engine.nope=1"],
+    "a key of a secret": ["++task.api_key=${oc.env:MINE}"],
+    "a header": [
+        "engine=openai",
+        "engine.endpoint.extra_headers={Host: '${oc.env:MINE}'}",
+        "train.lr=x-${oc.env:MINE}",
+    ],
+    "the name of a variable": ["engine.endpoints={reranker: {model: x, key_env: '${oc.env:MINE}'}}", "seed=x"],
 }
 
 
+@pytest.mark.usefixtures("named")
 @pytest.mark.parametrize("place", PLACES)
 def test_no_error_repeats_a_secret(place, tmp_path, capsys):
     folder = tmp_path / "conf" / "task"
     folder.mkdir(parents=True)
-    (folder / "mine.yaml").write_text("name: hotpotqa\nmax_tokens: ${oc.env:MINE}\nreward: '${oc.env:GATE}'\n")
+    text = "name: hotpotqa\nmax_tokens: ${oc.env:MY_KEY}\nreward: '${oc.env:GATE_PASSWORD}'\n"
+    (folder / "mine.yaml").write_text(text)
     assert main(["train", *PLACES[place]]) == 2
     shown = capsys.readouterr()
     assert "error: " in shown.err and not kept_by(shown.err + shown.out), shown.err
 
 
+@pytest.mark.parametrize("use", USES)
+def test_what_a_config_uses_as_a_secret_is_one_whatever_its_variable_is_called(use, monkeypatch, capsys):
+    monkeypatch.setenv("WITH_USER", f"http://me:{KEY}@h/v1")
+    assert main(["train", *USES[use]]) == 2
+    assert {"MINE", "GATE", "WITH_USER"} & {*secrets._secrets.values()}
+    shown = capsys.readouterr()
+    assert "error: " in shown.err and not kept_by(shown.err + shown.out), shown.err
+
+
+@pytest.mark.usefixtures("named")
 def test_a_printed_config_has_no_secret(capfd):
-    words = ["task.data.train=${oc.env:MINE}", "run.name='x ${oc.env:GATE} y'"]
+    words = ["task.data.train=${oc.env:MY_KEY}", "run.name='x ${oc.env:GATE_PASSWORD} y'"]
     assert main(["train", *words, "--cfg", "job"]) == 0
     shown = capfd.readouterr().out
-    assert "${oc.env:MINE}" in shown and "${oc.env:GATE}" in shown and not kept_by(shown)
+    assert "${oc.env:MY_KEY}" in shown and "${oc.env:GATE_PASSWORD}" in shown and not kept_by(shown)
+
+
+def test_any_other_value_from_the_environment_is_stored_and_stays(monkeypatch, tmp_path, errors_of):
+    """A reference would make another run of a stored one: with the base, the data or the teacher of today."""
+    seen = []
+    monkeypatch.setattr("mmrl.run.session.session", lambda config, run, checkpoint, processes: seen.append(config) or 0)
+    (tmp_path / "prompts").mkdir()
+    (tmp_path / "prompts" / "mine.yaml").write_text("{}")
+    for name, value in {"RUN": "one-of-mine", "MINE": "prompts/mine.yaml", "WHERE": "http://127.0.0.1:9/v1"}.items():
+        monkeypatch.setenv(name, value)
+    words = ["run.dir=run", "hardware=cpu", "run.name='n ${oc.env:RUN}'", "task.prompts=${oc.env:MINE}"]
+    assert main(["train", *words]) == 0
+    stored = RunDir.read("run").config
+    assert (stored["run"]["name"], stored["task"]["prompts"]) == ("n one-of-mine", "prompts/mine.yaml")
+    said = errors_of("eval", "policy=x", "engine=openai", "engine.endpoint.url=${oc.env:WHERE}")
+    assert "http://127.0.0.1:9/v1" in said and "oc.env" not in said
+    monkeypatch.setenv("RUN", "of-another-shell")
+    monkeypatch.delenv("MINE")
+    assert main(["train", "resume=run"]) == 0
+    assert seen[0].config.model_dump() == seen[1].config.model_dump()
 
 
 def test_a_key_that_a_shell_has_put_in_is_refused(monkeypatch, errors_of):
@@ -126,21 +175,22 @@ def test_a_secret_that_looks_like_none_is_not_repeated(errors_of):
     assert said == "error: train.lr: got 'x', expected number\n"
 
 
+@pytest.mark.usefixtures("named")
 def test_the_directory_of_a_training_run_has_references_and_a_resume_has_the_values(monkeypatch, tmp_path, capsys):
     seen = []
     monkeypatch.setattr("mmrl.run.session.session", lambda config, run, checkpoint, processes: seen.append(config) or 0)
-    words = ["run.dir=run", "run.name='n ${oc.env:MINE}'", "hardware=cpu", "task.prompts='${oc.env:PROMPTS}'"]
+    words = ["run.dir=run", "run.name='n ${oc.env:MY_KEY}'", "hardware=cpu", "task.prompts='${oc.env:PROMPTS}'"]
     (tmp_path / "prompts-of-mine.yaml").write_text("{}")
     monkeypatch.setenv("PROMPTS", str(tmp_path / "prompts-of-mine.yaml"))  # a folder of this machine is no secret
     assert main(["train", *words]) == 0
     assert main(["train", "resume=run"]) == 0
     assert [settled.config.run.name for settled in seen] == [f"n {KEY}"] * 2
     config = RunDir.read("run").config
-    assert config["run"]["name"] == "n ${oc.env:MINE}" and config["task"]["prompts"].endswith("prompts-of-mine.yaml")
-    monkeypatch.delenv("MINE")
+    assert config["run"]["name"] == "n ${oc.env:MY_KEY}" and config["task"]["prompts"].endswith("prompts-of-mine.yaml")
+    monkeypatch.delenv("MY_KEY")
     assert main(["train", "resume=run"]) == 2
     shown = capsys.readouterr()
-    assert "run: the environment variable MINE is not set, which this run was given" in shown.err
+    assert "run: the environment variable MY_KEY is not set, which this run was given" in shown.err
     found = [path for path, text in bytes_below(tmp_path / "run") if kept_by(text)]
     assert not found and not kept_by(shown.out + shown.err)
 
@@ -169,9 +219,14 @@ def echoes(seen):
 def test_what_an_endpoint_gives_away_is_nowhere(tmp_path, capsys, caplog, monkeypatch):
     # The first request asks whether the endpoint answers: it is answered.
     monkeypatch.setitem(globals(), "ECHOES", itertools.count(5))
+    monkeypatch.setenv("GATE_PASSWORD", GATE)
     with serving(echoes) as (url, server):
         words = ["eval", "engine=openai", "policy=big", "task=qa_direct", "split=dev", "task.data.dev_items=40"]
-        words += [f"engine.endpoint.url={url}/${{oc.env:GATE}}", "engine.endpoint.key_env=MINE", "run.dir=eval"]
+        words += [
+            f"engine.endpoint.url={url}/${{oc.env:GATE_PASSWORD}}",
+            "engine.endpoint.key_env=MINE",
+            "run.dir=eval",
+        ]
         code = main([*words, "engine.endpoint.attempts=1", "eval.items=40"])
         assert server.seen and server.seen[0].headers["Authorization"] == f"Bearer {KEY}"
         again = main(["eval", "resume=eval"])
@@ -184,7 +239,7 @@ def test_what_an_endpoint_gives_away_is_nowhere(tmp_path, capsys, caplog, monkey
         assert not kept_by(text), path
     assert not kept_by(shown.out + shown.err)
     assert not kept_by("".join(secrets.hide(record.getMessage()) for record in caplog.records))
-    assert RunDir.read("eval").config["engine"]["endpoint"]["url"].endswith("${oc.env:GATE}")
+    assert RunDir.read("eval").config["engine"]["endpoint"]["url"].endswith("${oc.env:GATE_PASSWORD}")
     assert main(["report", "eval"]) in (0, 2) and main(["show", "eval"]) in (0, 2)
     shown = capsys.readouterr()
     assert not kept_by(shown.out + shown.err)
