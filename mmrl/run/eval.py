@@ -16,6 +16,7 @@ from mmrl.records import Example, Forest
 from mmrl.report.console import show_run
 from mmrl.run.build import build_task, check_policy, evaluated, evaluation_devices, fixed_engine, reward_set
 from mmrl.run.check import Checked, check_all, served
+from mmrl.run.inputs import inputs_of
 from mmrl.run.launch import released
 from mmrl.run.settle import Settled, refuse_edits, settle, stored_config
 from mmrl.stages.evaluate import (
@@ -45,7 +46,8 @@ def evaluate_policy(checked: Checked[EvalRunConfig]) -> Path:
     if needs_model(config.engine.name) and (note := check_policy(served(config), config)):
         print(f"warning: {note}", file=sys.stderr)
     settled = settled.in_folder("eval")
-    with RunDir.create(settled.folder, settled.config.model_dump(mode="json"), config.typed.command) as rundir:
+    stored = settled.config.model_dump(mode="json")
+    with RunDir.create(settled.folder, stored, config.typed.command, inputs_of(stored)) as rundir:
         _evaluate(settled, rundir)
     return settled.folder
 

@@ -33,6 +33,7 @@ from mmrl.run.before import take_over
 from mmrl.run.build import build_task, check_model, evaluated
 from mmrl.run.check import Checked, check_all
 from mmrl.run.checkup import check_before_training
+from mmrl.run.inputs import inputs_of
 from mmrl.run.kinds import build_stage, kind_of
 from mmrl.run.launch import drop_wrapping, must_start, released, start, wrapping
 from mmrl.run.ray_launch import start_on_ray
@@ -219,7 +220,8 @@ def _opened(
         yield RunDir.read(folder)
         return
     command_line = ["mmrl", "train", f"resume={folder}"]
-    with RunDir.open(folder, command_line) if resumed else RunDir.create(folder, config, command) as rundir:
+    new = None if resumed else RunDir.create(folder, config, command, inputs_of(config))
+    with new or RunDir.open(folder, command_line) as rundir:
         if not resumed:
             processes.barrier()
         elif rundir.finished:

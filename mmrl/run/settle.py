@@ -27,6 +27,8 @@ from mmrl.config.teacher import is_url
 from mmrl.config.validate import CHOICES
 from mmrl.errors import CheckpointError, ConfigError, located
 from mmrl.models.assignment import ModuleAssignment
+from mmrl.run.inputs import changed_inputs
+from mmrl.store.machine import changed_code
 from mmrl.store.policy import prompts_of, run_of
 from mmrl.store.rundir import RunDir
 from mmrl.system.files import plain
@@ -188,9 +190,10 @@ def config_changes(stored: Mapping[str, object], current: Mapping[str, object]) 
 
 
 def refuse_edits(folder: Path, config: RootConfig) -> None:
-    """Refuse to continue a run whose config is not the one that it was started with.
+    """Refuse to continue a run whose config, or a file that this names, is not the one that it was started with.
 
-    Another machine or another address of a server, which a user may choose, is named in a line on stderr.
+    Another machine or another address of a server, which a user may choose, and code of the user's that was mended are
+    named in a line on stderr.
 
     Raises:
         CheckpointError: it is another.
@@ -220,6 +223,13 @@ def refuse_edits(folder: Path, config: RootConfig) -> None:
             f"{folder}/config.yaml: is not the config that the run was started with (environment.json): "
             f"{', '.join(refused)}; put it back, or start a new run"
         )
+    if changed := changed_inputs(facts):
+        raise CheckpointError(
+            f"{folder}: other content than when the run was started (environment.json): {', '.join(changed)}; put it "
+            "back, or start a new run"
+        )
+    if code := changed_code(facts):
+        print(f"warning: {folder}: has changed since the last start: {', '.join(code)}", file=sys.stderr)
     if texts:
         print(f"warning: {folder}/config.yaml: since the start: {', '.join(texts.values())}", file=sys.stderr)
 

@@ -203,11 +203,11 @@ def _conflict_of(runs: Sequence[Overview]) -> str:
 
 
 def _edited(runs: Sequence[Overview]) -> list[str]:
-    """Return the files of the user's code that were not the same in all starts of some runs."""
+    """Return the files of the user's that were not the same in all starts of some runs: code, prompts, data."""
     digests: dict[str, set[str]] = {}
     for run in runs:
         for start in (run.environment, *(run.environment.get("resumed") or ())):
-            for name, digest in (start.get("own_code") or {}).items():
+            for name, digest in {**(start.get("own_code") or {}), **(start.get("inputs") or {})}.items():
                 digests.setdefault(name, set()).add(digest)
     return [name for name, found in digests.items() if len(found) > 1]
 
@@ -345,7 +345,7 @@ class SetResult:
             if other := _conflict_of(finished):
                 problems.append(f"{name}rows that were asked other records are not compared: {other}")
             if edited := _edited(finished):
-                problems.append(f"{name}runs were made with other code of yours: {', '.join(edited)}")
+                problems.append(f"{name}runs were made with other code or files of yours: {', '.join(edited)}")
         return started, problems
 
     def _run_result(self, pair: tuple[str, str], run: CellRun) -> tuple[RunResult | None, str]:

@@ -24,6 +24,7 @@ from mmrl.config.base import path_override, value_at
 from mmrl.errors import CheckpointError, ConfigError, MmrlError
 from mmrl.report.stats import duration
 from mmrl.run.before import before_differences
+from mmrl.run.inputs import changed_inputs
 from mmrl.run.settle import settle
 from mmrl.run.start import require_start
 from mmrl.sets.spec import Command
@@ -193,9 +194,8 @@ class RunQueue:
             self._say(f"{run.name}: left out: {error}")
             return
         if state == "finished":
-            run.code, changed = 0, changed_code(RunDir.read(run.path).environment)
-            though = f", though {', '.join(changed)} has changed since; delete {run.path} to run it again"
-            self._say(f"{run.name}: finished before, kept{though if changed else ''}")
+            run.code = 0
+            self._say(f"{run.name}: finished before, kept{though_changed(run.path)}")
             return
         # A process each: a run that dies of memory or a signal takes neither the queue nor the others along.
         command = [*self.launcher, *MMRL, run.command]
@@ -274,6 +274,13 @@ class RunQueue:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def though_changed(path: Path) -> str:
+    """Return, for the line that keeps a finished run, which of its code and files are others now; empty: none."""
+    facts = RunDir.read(path).environment
+    changed = ", ".join([*changed_code(facts), *changed_inputs(facts)])
+    return f", though {changed} has changed since; delete {path} to run it again" if changed else ""
 
 
 def _require_start(path: Path, before: Path) -> None:

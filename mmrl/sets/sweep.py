@@ -19,7 +19,7 @@ from mmrl.run.session import begin, resume
 from mmrl.run.settle import config_changes, run_folder
 from mmrl.sets.found import set_of_run_dirs
 from mmrl.sets.page import learning_part
-from mmrl.sets.queue import State, day_of, run_state
+from mmrl.sets.queue import State, day_of, run_state, though_changed
 from mmrl.store.rundir import RunDir
 from mmrl.system.files import JsonObject
 from mmrl.system.processes import launched
@@ -119,7 +119,7 @@ def _sweep_job(results: Path, jobs: int | None, day: str, build: Build) -> float
         if config.model.date is None:
             config = config.model_copy(update={"model": config.model.model_copy(update={"date": day})})
         if state == "finished":
-            print(f"finished before, kept: {folder}")
+            print(f"finished before, kept: {folder}{though_changed(Path(folder))}")
             code = 0
         elif state == "unfinished":
             code = resume(Path(folder))

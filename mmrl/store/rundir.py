@@ -4,6 +4,7 @@ Written by `run`, read by all that shows, continues or starts from a run. Layout
 
     config.yaml        resolved config            metrics.jsonl   one JSON object per step (two where it was evaluated
     environment.json   versions, machine, git,                    apart from training), keys as in docs/metrics.md
+                       digests of files it reads,
                        a copy of the config
     journal/           every rollout and its      eval/           one line per item and evaluation
                        credit, a file per step    checkpoints/    the trainer's
@@ -23,6 +24,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 
 import yaml
 
@@ -91,8 +93,17 @@ class RunDir:
         self._lock: int | None = None
 
     @classmethod
-    def create(cls, path: Path | str, config: Mapping[str, object], command: Sequence[str]) -> RunDir:
+    def create(
+        cls,
+        path: Path | str,
+        config: Mapping[str, object],
+        command: Sequence[str],
+        inputs: Mapping[str, str] = MappingProxyType({}),
+    ) -> RunDir:
         """Start a run in a new or empty folder, and hold its lock until `close` or the process's end.
+
+        Args:
+            inputs: digests of the files that it reads (`run.inputs`).
 
         Raises:
             ConfigError: the folder holds something (nothing is touched), or cannot be made.
@@ -108,7 +119,7 @@ class RunDir:
                 (run.path / name).mkdir()
             text = yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True)
             # As it will be read back: YAML has no way of writing some characters that JSON has.
-            facts = {**describe_environment(command), "config": yaml.safe_load(text)}
+            facts = {**describe_environment(command), "inputs": dict(inputs), "config": yaml.safe_load(text)}
             atomic_write(run.path / "environment.json", dumps(facts, indent=1) + "\n")
             atomic_write(run.path / "config.yaml", text)
         except OSError as error:

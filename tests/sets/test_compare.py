@@ -118,17 +118,21 @@ def test_a_step_starts_from_what_the_one_before_has_made(calls, capsys):
     assert "one seed" not in Path("outputs/sets/x/set.md").read_text()
 
 
-def test_a_finished_run_of_code_that_was_edited_since_is_kept_with_a_word(calls, capsys):
+def test_a_finished_run_of_code_and_files_that_were_edited_since_is_kept_with_a_word(calls, capsys):
     assert main(FEW) == 0
     Path("mine.py").write_text("two = 2")
+    Path("p.yaml").write_text("{}")
     for file in Path("outputs/sets/runs").rglob("environment.json"):
         facts = json.loads(file.read_text())
         digest = file_digest(Path("mine.py")) if "mhgpo_fof" in str(file) else "another"
-        file.write_text(json.dumps({**facts, "cwd": str(Path.cwd()), "own_code": {"mine.py": digest}}))
+        facts = {**facts, "cwd": str(Path.cwd()), "own_code": {"mine.py": digest}}
+        facts["inputs"] = {"task.prompts=p.yaml": "another", "task.labels=gone.json": "0"}
+        file.write_text(json.dumps(facts))
     capsys.readouterr()
     assert main(FEW) == 0
     kept = [line for line in capsys.readouterr().out.splitlines() if "finished before, kept" in line]
-    assert [", though mine.py has changed since; delete outputs" in line for line in kept] == [False, True], kept
+    changed = [line.partition("though ")[2].partition(" has changed since; delete outputs")[0] for line in kept]
+    assert changed == ["task.prompts=p.yaml", "mine.py, task.prompts=p.yaml"], kept
 
 
 def test_the_reason_of_a_failure_is_that_of_the_last_start(tmp_path):

@@ -368,12 +368,15 @@ def test_what_each_start_has_paid_is_summed(steps, paid, tmp_path):
     assert scored.costs["USD"] == paid
 
 
-def test_code_of_ones_own_that_was_edited_between_runs_is_named(tmp_path):
+def test_code_and_files_of_ones_own_that_were_edited_between_runs_is_named(tmp_path):
     for name, algo, digest in (("a", "grpo", "1"), ("b", "mhgpo_rr", "2")):
         file = made(tmp_path / name, algo=algo) / "environment.json"
-        facts = json.loads(file.read_text()) | {"own_code": {"mine.py": digest, "same.py": "0"}}
+        facts = json.loads(file.read_text()) | {
+            "own_code": {"mine.py": digest, "same.py": "0"},
+            "inputs": {"task.prompts=p.yaml": digest, "task.data.train=t.csv": "0"},
+        }
         file.write_text(json.dumps(facts))
-    assert "runs were made with other code of yours: mine.py" in noted(tmp_path)
+    assert "runs were made with other code or files of yours: mine.py, task.prompts=p.yaml" in noted(tmp_path)
 
 
 def chained(tmp_path, name, start, seed=0, **options):
