@@ -236,7 +236,7 @@ def force_override(override: Override, value: str | None) -> str:
 
 
 def policy_words(sections: Mapping[str, object], words: Sequence[str], config_dir: str | None) -> list[str]:
-    """Return further words of an evaluation: `model=` and the prompt settings of its policy's run.
+    """Return further words of an evaluation: `model=` and settings of its policy's run.
 
     What is typed, or set by a row (`experiment=`), stays.
     Else every policy would be evaluated with the limits of the default model, the tiny one.

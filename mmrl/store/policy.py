@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ValidationError
 
+from mmrl.config import ModelConfig
 from mmrl.config.base import FETCHED, SHIPPED, reasons, value_at
 from mmrl.config.prompts import PROMPT_SCHEMAS
 from mmrl.config.validate import revealed
@@ -262,16 +263,23 @@ def is_shipped(text: str) -> bool:
 
 
 def model_of(text: str) -> tuple[str, dict[str, object]]:
-    """Return `model=` for a policy, and its run's keys of `model` that say how its prompts are written.
+    """Return `model=` for a policy, and its run's keys of `model` that say how it computes and its prompts are written.
 
-    Else a policy would be evaluated with the limits of another model, or with other prompts than it was trained on.
+    Else a policy would be evaluated with the limits of another model, with other prompts than it was trained on, or
+    with other numbers.
     """
-    if is_shipped(text):
-        return "tiny", {}
     section = _run_section(text, "model")
+
+    def settings(*keys: str) -> dict[str, object]:
+        default = {key: ModelConfig.model_fields[key].default for key in keys}
+        return {key: value for key in keys if (value := section.get(key)) not in (None, default[key])}
+
+    computing = settings("dtype", "attention", "matmul")
+    if is_shipped(text):
+        return "tiny", computing
     name = section.get("name")
-    settings = {key: value for key in ("revision", "chat_template", "thinking", "date") if (value := section.get(key))}
-    return "hf" if name is None else str(name), settings
+    asking = settings("revision", "chat_template", "thinking", "date")
+    return "hf" if name is None else str(name), asking | computing
 
 
 def write_policy(folder: Path, *, weights: str, prompts: str | None, task: str) -> None:

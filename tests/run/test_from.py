@@ -280,6 +280,18 @@ def test_variables_that_the_run_before_names_are_read(earlier, tmp_path, monkeyp
             made()
 
 
+def test_an_evaluation_computes_as_its_policys_run_did(earlier):
+    run, change = earlier
+    change(model={"dtype": "bfloat16", "attention": "eager", "matmul": "onednn"})
+    words = ([], ["model.dtype=float32"])
+    computing = [
+        (model.dtype, model.attention, model.matmul)
+        for typed in words
+        for model in [eval_configs(read_line([f"policy={run}", *typed]))[0].model]
+    ]
+    assert computing == [("bfloat16", "eager", "onednn"), ("float32", "eager", "onednn")]
+
+
 def test_the_papers_prompts_are_a_start_too(earlier):
     run, _ = earlier
     config = {**yaml.safe_load((run / "config.yaml").read_text()), "task": {"name": "hotpotqa", "prompts": "paper"}}

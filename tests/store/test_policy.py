@@ -8,7 +8,7 @@ import pytest
 from mmrl.config import ModelConfig
 from mmrl.errors import ConfigError
 from mmrl.models.load import tokenizer_section, weights_section
-from mmrl.store.policy import Policy, is_shipped, other_task, resolve
+from mmrl.store.policy import Policy, is_shipped, model_of, other_task, resolve
 
 OF_PROMPTS = {"weights": "smollm2_135m", "prompts": None, "task": "hotpotqa"}
 
@@ -63,6 +63,14 @@ def test_a_policy_of_another_task_is_told(tmp_path, monkeypatch):
         assert other_task(str(folder), "search_agent") == {}
     monkeypatch.chdir(tmp_path)
     assert other_task("tiny", "hotpotqa") == other_task("Qwen/Qwen3-8B", "hotpotqa") == {}
+
+
+def test_settings_of_a_run_that_change_its_policys_replies_are_named(tmp_path):
+    checkpoint(tmp_path, 5)
+    settings = {"dtype": "bfloat16", "attention": "auto", "matmul": "onednn", "thinking": True, "revision": None}
+    model = {"name": "qwen", "path": "owner/base", "lora": {"r": 4}, **settings}
+    (tmp_path / "config.yaml").write_text(json.dumps({"model": model}))
+    assert model_of(str(tmp_path)) == ("qwen", {"dtype": "bfloat16", "matmul": "onednn", "thinking": True})
 
 
 def test_an_adapter_alone_names_its_base_itself(tmp_path):
