@@ -22,6 +22,7 @@ from mmrl.errors import ENDED, ConfigError, MmrlError
 from mmrl.store.policy import resolve
 from mmrl.store.rundir import RunDir, step_of
 from mmrl.system.conf import GROUPS
+from mmrl.system.files import user_path
 from mmrl.system.notebook import as_the_command, outside_of_loops
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ def resume(run_dir: Path | str) -> Run:
             return path
         return finished(path, session.resume(path))
 
-    return _as_command(lambda: work(Path(run_dir)))
+    return _as_command(lambda: work(user_path(str(run_dir))))
 
 
 def _validated(config: RootConfig) -> Any:

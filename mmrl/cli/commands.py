@@ -93,8 +93,9 @@ def train(context: typer.Context) -> int:
     if "resume" in line.command_keys:
         overrides.refuse_beside_resume(line, "train.steps")
         from mmrl.run import session
+        from mmrl.system.files import user_path
 
-        folder = Path(line.command_keys["resume"])
+        folder = user_path(line.command_keys["resume"])
         if line.overrides:
             with session.extended(folder, overrides.value_text(line.overrides[0]) or ""):
                 return session.resume(folder)
@@ -138,8 +139,9 @@ def evaluate(context: typer.Context) -> None:
     if "resume" in line.command_keys:
         overrides.refuse_beside_resume(line)
         from mmrl.run.eval import resume_evaluation
+        from mmrl.system.files import user_path
 
-        return resume_evaluation(Path(line.command_keys["resume"]))
+        return resume_evaluation(user_path(line.command_keys["resume"]))
     if line.prints:
         return configs.print_config("eval", line)
     if line.multirun:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from omegaconf import OmegaConf
@@ -23,7 +22,7 @@ from mmrl.config.validate import CHOICES
 from mmrl.errors import gathered, refuse
 from mmrl.sets.words import words_of_steps
 from mmrl.system.conf import options, row_keys
-from mmrl.system.files import plain
+from mmrl.system.files import plain, user_path
 
 if TYPE_CHECKING:
     from mmrl.sets.sweep import Job
@@ -155,7 +154,7 @@ def _config(command: Command, line: CommandLine, job: Sequence[str]) -> StageCon
     if "from" in line.command_keys:
         from mmrl.run.start import inherit, sections_of
 
-        run = Path(line.command_keys["from"])
+        run = user_path(line.command_keys["from"])
         sections = sections_of(run, with_rows)
         # What the choice of its model and task sets elsewhere holds here too.
         names = {group: value_at(sections, f"{group}.name") for group in ("model", "task")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -43,6 +44,8 @@ def _joined(value: object) -> object:
     return ",".join(value)
 
 
+UserFolder = Annotated[str, AfterValidator(os.path.expanduser)]
+"""Folder that a user types; `~` is the home folder, which a shell does not put in behind a `=`."""
 Sources = Annotated[str | None, BeforeValidator(_joined)]
 """Sources of data, as `tasks.data.rows` reads them."""
 

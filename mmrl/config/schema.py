@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, PrivateAttr, SerializeAsAny, ValidationInfo, field_validator
 
 from mmrl.config.algo import ALGO_SCHEMAS, AlgoConfig
-from mmrl.config.base import MethodConfig, Section, Temperature, by_name, value_at
+from mmrl.config.base import MethodConfig, Section, Temperature, UserFolder, by_name, value_at
 from mmrl.config.engines import ENGINE_SCHEMAS, EngineConfig
 from mmrl.config.prompts import PROMPT_SCHEMAS, PromptConfig
 from mmrl.config.sft import SFT, SftConfig
@@ -197,7 +197,7 @@ WITH_PROJECTS = ("wandb", "mlflow", "comet_ml", "trackio", "clearml", "swanlab")
 class RunConfig(Section):
     """Storage of a run, and the trackers that get its metrics."""
 
-    dir: str | None = Field(None, min_length=1, description="null: outputs/<task>/<algo>/<date_time>_s<seed>")
+    dir: UserFolder | None = Field(None, min_length=1, description="null: outputs/<task>/<algo>/<date_time>_s<seed>")
     name: str | None = Field(None, description="shown in reports; null: <algo>-<task>-s<seed>")
     report_to: tuple[TrackerName, ...] = Field((), description="trackers that get the metrics too")
     report_calls: int = Field(
@@ -218,7 +218,7 @@ class RunConfig(Section):
     )
     tags: tuple[str, ...] = Field((), description="wandb: labels of the run; []: WANDB_TAGS")
     progress: bool | None = Field(None, description="live display; false: plain lines; null: live in a terminal")
-    before: str | None = Field(
+    before: UserFolder | None = Field(
         None,
         min_length=1,
         description="a run whose evaluation before training is this one's too; where anything is not or may not "
@@ -288,7 +288,7 @@ class RootConfig(Section):
 class StartConfig(Section):
     """The policy that a run has started from (`from=RUN`), by its content."""
 
-    run: str = Field(description="run directory as on the command line")
+    run: UserFolder = Field(description="run directory as on the command line")
     weights: str | None = Field(None, description="SHA-256 of its checkpoint's list of files; null: none were trained")
     prompts: str | None = Field(None, description="SHA-256 of its prompts; null: the task's own")
 
@@ -343,7 +343,9 @@ class EvalRunConfig(RootConfig):
     """`mmrl eval`."""
 
     refusal: ClassVar[str] = "this is a run of mmrl eval; continue it with: mmrl eval resume={folder}"
-    policy: str = Field(description="a run directory, a checkpoint, an adapter, a model folder, `tiny`, or a hub id")
+    policy: UserFolder = Field(
+        description="a run directory, a checkpoint, an adapter, a model folder, `tiny`, or a hub id"
+    )
     split: Literal["train", "dev", "test"] = Field("dev", description="whose examples are evaluated")
 
 

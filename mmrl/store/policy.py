@@ -203,7 +203,7 @@ def kept_mark(checkpoint: Path) -> Path:
 
 def source_of(weights: str) -> Path | None:
     """Return the checkpoint of a run that weights are, or were merged from; None for any other folder or hub id."""
-    path = Path(weights)
+    path = user_path(weights)
     if checkpoint_step(path) is None or path.parent.name not in (CHECKPOINTS, MERGED):
         return None
     return path.parent.parent / CHECKPOINTS / path.name
@@ -212,7 +212,7 @@ def source_of(weights: str) -> Path | None:
 def run_of(text: str) -> Path:
     """Return the run that a checkpoint, or weights merged from one, are of; any other folder as it is."""
     checkpoint = source_of(text)
-    return Path(text) if checkpoint is None else checkpoint.parents[1]
+    return user_path(text) if checkpoint is None else checkpoint.parents[1]
 
 
 def newest_checkpoint(folder: Path | str) -> Path | None:
@@ -236,7 +236,7 @@ def other_task(text: str, evaluated: str) -> dict[str, str]:
 
 def run_config(text: str) -> Mapping[str, object]:
     """Return the config of the run that a policy comes from; empty where it comes from none."""
-    folder = Path(text).resolve()
+    folder = user_path(text).resolve()
     if text in SHIPPED or not folder.is_dir():
         return {}
     for run in (folder, *list(folder.parents)[:3]):  # a run, a checkpoint in it, one adapter of that
@@ -337,7 +337,7 @@ def _weights_of(folder: Path) -> str:
 
 def prompts_of(text: str) -> tuple[str | None, str | None]:
     """Return the task and prompt file that a policy was made with; None, None if it has no prompts of its own."""
-    folder = Path(text)
+    folder = user_path(text)
     if text in SHIPPED or not folder.is_dir():
         return None, None
     if (folder / POLICY).is_file():
@@ -355,7 +355,7 @@ def resolve(text: str, prompts: str | None = None) -> Policy:
     Raises:
         ConfigError: a path that does not exist, or a folder without weights.
     """
-    folder = Path(text)
+    folder = user_path(text)
     if text in SHIPPED or not (folder.exists() or text.startswith((".", "/", "~")) or text.count("/") != 1):
         return Policy(base=text, prompts=prompts)
     if not folder.is_dir():
@@ -379,7 +379,7 @@ def resolve(text: str, prompts: str | None = None) -> Policy:
 
 def pinned(text: str) -> str:
     """Return the checkpoint that is a run's policy now, in place of the run, which may go on; others as they are."""
-    folder = Path(text)
+    folder = user_path(text)
     if text in SHIPPED or not folder.is_dir():
         return text
     weights = Path(_weights_of(folder))

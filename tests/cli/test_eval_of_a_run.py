@@ -2,7 +2,9 @@
 
 import pytest
 
+from mmrl.cli import main
 from mmrl.cli.configs import configured
+from mmrl.sets.command import RunKeys
 from mmrl.store.policy import write_policy
 from mmrl.store.rundir import RunDir
 from mmrl.system.files import plain
@@ -62,3 +64,18 @@ def test_a_wrong_key_is_judged_as_if_the_task_were_typed(typed, tmp_path):
     run_of(tmp_path, "task=hotpotqa")
     (problem,) = refused(f"policy={tmp_path}", typed, command="eval")
     assert problem.startswith(typed.partition("=")[0])
+
+
+def test_a_tilde_behind_a_key_is_the_home_folder(monkeypatch, tmp_path, errors_of):
+    """A shell puts it in at the beginning of a word alone; a folder of this name is nobody's."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(home := tmp_path / "home"))
+    monkeypatch.setattr("mmrl.run.session.session", lambda *args: 0)
+    assert main(["train", "run.dir='~/runs/a'", "hardware=cpu"]) == 0
+    assert (home / "runs" / "a" / "config.yaml").is_file()
+    assert main(["train", "resume=~/runs/a"]) == 0
+    for words in (["eval", "policy='~/runs/a'"], ["train", "algo=grpo", "from=~/runs/a"]):
+        assert "/home/runs/a has no checkpoint yet" in errors_of(*words)
+    assert f"{home}/runs/b: no such run directory" in errors_of("eval", "resume=~/runs/b")
+    assert RunKeys(out="~/page").out == f"{home}/page"
+    assert {path.name for path in tmp_path.iterdir()} == {"home"}
