@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date
@@ -197,7 +198,7 @@ WITH_PROJECTS = ("wandb", "mlflow", "comet_ml", "trackio", "clearml", "swanlab")
 class RunConfig(Section):
     """Storage of a run, and the trackers that get its metrics."""
 
-    dir: UserFolder | None = Field(None, min_length=1, description="null: outputs/<task>/<algo>/<date_time>_s<seed>")
+    dir: str | None = Field(None, min_length=1, description="null: outputs/<task>/<algo>/<date_time>_s<seed>")
     name: str | None = Field(None, description="shown in reports; null: <algo>-<task>-s<seed>")
     report_to: tuple[TrackerName, ...] = Field((), description="trackers that get the metrics too")
     report_calls: int = Field(
@@ -218,7 +219,7 @@ class RunConfig(Section):
     )
     tags: tuple[str, ...] = Field((), description="wandb: labels of the run; []: WANDB_TAGS")
     progress: bool | None = Field(None, description="live display; false: plain lines; null: live in a terminal")
-    before: UserFolder | None = Field(
+    before: str | None = Field(
         None,
         min_length=1,
         description="a run whose evaluation before training is this one's too; where anything is not or may not "
@@ -227,6 +228,11 @@ class RunConfig(Section):
     doctor: Literal["auto"] | bool = Field(
         "auto", description="play a few examples before training and say what is wrong; auto: before runs on GPUs"
     )
+
+    @field_validator("dir", "before")
+    @classmethod
+    def _at_home(cls, folder: str | None) -> str | None:
+        return None if folder is None else os.path.expanduser(folder)
 
 
 @dataclass(frozen=True, slots=True)
