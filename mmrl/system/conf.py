@@ -96,8 +96,17 @@ def set_by(key: str, value: object, choices: Mapping[str, object]) -> str:
 
 
 def later_wins(words: Iterable[str]) -> list[str]:
-    """Keep each key once, at its first position with its last value: a command line takes no key twice."""
-    return list({word.partition("=")[0].lstrip("+"): word for word in words}.values())
+    """Keep each key once, at its first position with its last value: a command line takes no key twice.
+
+    What was set below a key before goes, since Hydra would apply it later; a choice of a group comes first.
+    """
+    kept: dict[str, str] = {}
+    for word in words:
+        key = word.partition("=")[0].lstrip("+")
+        if key not in GROUPS:
+            kept = {other: earlier for other, earlier in kept.items() if not other.startswith(f"{key}.")}
+        kept[key] = word
+    return list(kept.values())
 
 
 def _content(group: str, name: str, folders: Iterable[Path]) -> dict[str, Any]:

@@ -295,6 +295,15 @@ def test_a_setting_that_is_set_again_is_one_word():
     assert later_wins(words) == ["task=b", "++train.steps=7", "~algo.x", "algo.x=1"]
 
 
+def test_a_later_word_wins_over_those_below_its_key():
+    """Hydra applies them in turn; a choice of a group comes first wherever it stands."""
+    assert later_wins(["model.lora.r=8", "model.lora=null"]) == ["model.lora=null"]
+    words = ["model.lora=null", "model.lora.r=8", "model.loras=1", "model.lora={r: 2}"]
+    assert later_wins(words) == ["model.lora={r: 2}", "model.loras=1"]
+    assert later_wins([*words, "model.lora.r=4"]) == ["model.lora={r: 2}", "model.loras=1", "model.lora.r=4"]
+    assert later_wins(["task.max_tokens=5", "task=a"]) == ["task.max_tokens=5", "task=a"]
+
+
 def test_finished_runs_of_one_config_are_rows_by_their_folders(tmp_path):
     made(tmp_path / "before")
     made(tmp_path / "after")
