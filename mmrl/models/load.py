@@ -17,7 +17,7 @@ from packaging.version import Version
 
 from mmrl.config import ModelConfig
 from mmrl.config.base import SHIPPED, iter_leaves
-from mmrl.errors import ConfigError, located, nearest, reason_of, refuse
+from mmrl.errors import CheckpointError, ConfigError, located, nearest, reason_of, refuse
 from mmrl.models.adapter import with_adapters
 from mmrl.models.headers import saved_weights
 from mmrl.models.hub import hub_answers
@@ -137,6 +137,32 @@ def load_model(model: ModelConfig, device: str | torch.device) -> PreTrainedMode
 
         use_onednn(loaded)
     return loaded
+
+
+def saved_state(model: PreTrainedModel, folder: Path) -> Mapping[str, torch.Tensor]:
+    """Return the full weights in a checkpoint of `model`, on the CPU, by the names and in the shapes that it has.
+
+    Files have the published names and shapes, as of single experts, which only transformers' own loading turns into
+    those of its model.
+
+    Raises:
+        CheckpointError: they are not the weights of this model, all of them and no others.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    # At least float32, which trained weights are whatever `model.dtype` says.
+    dtype = torch.promote_types(model.dtype, torch.float32)
+    options = {"config": model.config, "dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    try:
+        with quiet():
+            loaded, report = AutoModelForCausalLM.from_pretrained(folder, **options, **NO_CODE)
+    except Exception as error:  # of transformers, torch and safetensors
+        raise CheckpointError(f"{folder}: its weights cannot be loaded: {reason_of(error)}") from error
+    state: Mapping[str, torch.Tensor] = loaded.state_dict()
+    if problem := "; ".join(filter(None, judge(report, loaded))):
+        raise CheckpointError(f"{folder}: these are not the weights of this run's model: {problem}")
+    return state
 
 
 def skeleton(model: ModelConfig) -> tuple[PreTrainedModel, str]:

@@ -20,9 +20,11 @@ from safetensors import safe_open
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mmrl.errors import CheckpointError
+from mmrl.models.load import saved_state
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from transformers import PreTrainedModel
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -151,25 +153,33 @@ def load_optimizer(
     scheduler.load_state_dict(torch.load(folder / SCHEDULER, weights_only=True))
 
 
-def load_weights(model: torch.nn.Module, folder: Path) -> None:
-    """Read the policy's weights, or its adapter, from a checkpoint's safetensors into a sharded model.
+def load_full(model: PreTrainedModel, folder: Path) -> None:
+    """Read full weights from a checkpoint into a sharded model; all processes must call this.
 
     Raises:
-        CheckpointError: the files lack a weight.
+        CheckpointError: as `saved_state`.
     """
-    # With duplicates: of tied weights, a checkpoint holds either name.
-    names = dict(model.named_parameters(remove_duplicate=False))
-    if isinstance(model, PeftModel):
-        active = f".{model.active_adapter}."
-        names = {name.replace(active, "."): p for name, p in names.items() if active in name}
-    pattern = "adapter_model*.safetensors" if isinstance(model, PeftModel) else "model*.safetensors"
-    loaded = set()
+    with loaded_once():
+        state = saved_state(model, folder)
     with torch.no_grad():
-        for file in sorted(folder.glob(pattern)):
-            with safe_open(file, framework="pt") as opened:
-                for name in sorted(opened.keys() & names.keys()):  # one order on all processes
-                    names[name].copy_(like(opened.get_tensor(name), names[name]))
-                    loaded.add(names[name])
-    missing = sorted(name for name, parameter in names.items() if parameter not in loaded)
-    if missing:
-        raise CheckpointError(f"{folder}: lacks weights of this model, the first: {missing[0]}")
+        for name, parameter in model.named_parameters():
+            sharded = cast("DTensor", parameter)
+            mesh = sharded.device_mesh
+            # From the main process: those beside it on its machine hold zeros.
+            part = distribute_tensor(state[name].to(mesh.device_type), mesh, sharded.placements)
+            sharded.copy_(part.to(sharded.device))
+
+
+def load_adapter(model: PeftModel, folder: Path) -> None:
+    """Read the policy's adapter from a checkpoint's safetensors into a sharded model.
+
+    Raises:
+        CheckpointError: the file lacks a weight.
+    """
+    active = f".{model.active_adapter}."
+    names = {name.replace(active, "."): p for name, p in model.named_parameters() if active in name}
+    with torch.no_grad(), safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
+        if missing := sorted(names.keys() - file.keys()):
+            raise CheckpointError(f"{folder}: lacks weights of this adapter, the first: {missing[0]}")
+        for name, parameter in sorted(names.items()):  # one order on all processes
+            parameter.copy_(like(file.get_tensor(name), parameter))

@@ -3,8 +3,8 @@
 Part of `trainer`, and the only place that imports TRL. Model and adapter loading, optimizer, schedules, mixed
 precision, accelerate and checkpoint formats are TRL's and transformers'. Overridden: `get_train_dataloader` (one item
 is one optimizer step's packs), `training_step` (a varying number of micro-batches, one backward each),
-`_clip_grad_norm` (reads the norm), `_save_checkpoint` (atomic: `checkpoint`), what FSDP2 saves and loads (`sharding`),
-`floating_point_ops` and `_send_telemetry` (do nothing).
+`_clip_grad_norm` (reads the norm), `_save_checkpoint` (atomic: `checkpoint`), `_load_from_checkpoint` (full weights by
+`models.load`), what FSDP2 saves and loads (`sharding`), `floating_point_ops` and `_send_telemetry` (do nothing).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing_extensions import override
 
 from mmrl.errors import CheckpointError, ConfigError, EngineFailure, Stopped, SyncFailure, TooManyFailures
 from mmrl.models.adapter import targets_of
+from mmrl.models.load import saved_state
 from mmrl.models.template import as_saved
 from mmrl.store.policy import is_complete
 from mmrl.trainer import checkpoint, sharding
@@ -464,12 +465,19 @@ class MmrlTrainer(GRPOTrainer):
 
     @override
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        if self.sharded:
-            sharding.load_weights(self.forwards.policy, Path(resume_from_checkpoint))
+        policy, folder = self.forwards.policy, Path(resume_from_checkpoint)
+        if not isinstance(policy, PeftModel):
+            # transformers' own way takes a file's names for the model's, and goes on where they are others.
+            if self.sharded:
+                sharding.load_full(policy, folder)
+            else:
+                policy.load_state_dict(saved_state(policy, folder))
+        elif self.sharded:
+            sharding.load_adapter(policy, folder)
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         if self.critic is not None:
-            self.critic.load(Path(resume_from_checkpoint))
+            self.critic.load(folder)
 
     @override
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

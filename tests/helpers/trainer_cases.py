@@ -30,6 +30,8 @@ from tokenizers.models import WordLevel
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     BloomConfig,
     BloomForCausalLM,
     GPT2Config,
@@ -66,6 +68,26 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 128,
     "initializer_range": 0.3,
 }
+OTHERS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {**SIZES, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "mixtral": {**SIZES, "num_local_experts": 4},
+    "gemma3": {
+        "text_config": {**SIZES, "head_dim": 8, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0},
+        "vision_config": {
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        "mm_tokens_per_image": 1,
+        "image_token_index": 37,
+        "boi_token_index": 38,
+        "eoi_token_index": 39,
+    },
+}
+"""Whose files name or divide weights otherwise than the model does."""
 LORA = LoraConfig(r=4, alpha=8)
 
 
@@ -80,6 +102,8 @@ def tiny_model(kind: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.fl
         made = BloomForCausalLM(BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4))
     elif kind in HYBRIDS:
         made = hybrid_model(kind, VOCAB, seed, max_position_embeddings=128)
+    elif kind in OTHERS:
+        made = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **OTHERS[kind]))
     elif kind == "llama":
         made = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False))
     else:
@@ -304,10 +328,11 @@ CASES: dict[str, dict[str, Any]] = {
     "adapter": {"critic": "adapter", "lora": True},
     "head": {"critic": "head", "padded": True, "model": "llama"},
     "policy": {"beta": 0.1},
+    "experts": {"model": "qwen3_moe"},
     "lora": {"beta": 0.1, "lora": True, "padded": True},
     "offload": {"critic": "separate", "lora": True, "offload": True},
 }
-"""`separate` and `policy` train everything, the latter against a reference; `llama` ties no weights."""
+"""`separate`, `policy` and `experts` train everything, `policy` against a reference; `llama` ties no weights."""
 VALUE_CALLS = make_calls(5, seed=9)
 
 

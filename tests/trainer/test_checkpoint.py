@@ -9,12 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from mmrl.config import LoraConfig
 from mmrl.errors import CheckpointError
-from mmrl.store.policy import EXTRA, MARKER, is_complete, newest_checkpoint
+from mmrl.store.policy import EXTRA, MARKER, is_complete, newest_checkpoint, write_marker
 from mmrl.trainer import checkpoint
-from tests.helpers.trainer_cases import LORA, changed, make_calls, make_trainer, resumable, weights_of
+from tests.helpers.trainer_cases import (
+    LORA,
+    OTHERS,
+    changed,
+    make_calls,
+    make_trainer,
+    resumable,
+    tiny_model,
+    weights_of,
+)
 
 
 def write(folder: Path, step: int, **extra: Any) -> Path:
@@ -120,6 +130,45 @@ def test_a_resumed_run_is_bit_equal(lora: LoraConfig | None, tmp_path: Path) -> 
     resumed, resumed_weights = run(tmp_path / "cut", found, lora=lora, save_every=2)
     assert resumed == {step: metrics[step] for step in (5, 6)}
     assert not changed(weights, resumed_weights)
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_weights_that_files_name_otherwise_are_resumed_bit_equal(kind: str, tmp_path: Path) -> None:
+    def run_of(folder: Path, **options: Any) -> Any:
+        model = tiny_model(kind)
+        return resumable(folder, model=model, calls=lambda step: make_calls(4, seed=step), lr=1e-2, **options)
+
+    metrics, whole = run_of(tmp_path / "whole", steps=2)
+    run_of(tmp_path / "cut", steps=1)
+    first = tmp_path / "cut" / "checkpoint-1"
+    assert not weights_of(whole).keys() <= load_file(first / "model.safetensors").keys()
+    resumed, again = run_of(tmp_path / "cut", steps=2, resume_from=first)
+    assert resumed == {2: metrics[2]}
+    assert not changed(weights_of(whole), weights_of(again))
+
+
+@pytest.mark.parametrize(
+    ("former", "name", "words"),
+    [
+        (
+            "model.norm.weight",
+            "model.other.weight",
+            r"1 weight \(model.norm.weight\) of Qwen3ForCausalLM is not in its files",
+        ),
+        ("", "model.layers.7.mlp.up_proj.weight", "of layers that config.json leaves out"),
+    ],
+    ids=["lacks one", "has one more"],
+)
+def test_weights_of_another_model_are_refused(former: str, name: str, words: str, tmp_path: Path) -> None:
+    make_trainer(tmp_path / "run").train()
+    path = tmp_path / "run" / "checkpoint-1"
+    weights = load_file(path / "model.safetensors")
+    weights[name] = weights.pop(former, torch.zeros(48, 32))
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    (path / MARKER).unlink()
+    write_marker(path, 1)
+    with pytest.raises(CheckpointError, match=words):
+        make_trainer(tmp_path / "again", resume_from=path).train()
 
 
 def test_saves_when_due_and_at_the_end_and_keeps_the_newest(tmp_path: Path) -> None:
