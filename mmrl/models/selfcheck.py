@@ -138,6 +138,21 @@ def plain_logprobs(model: torch.nn.Module, rows: Sequence[CheckRow], temperature
     return results
 
 
+def computes_in_half(model: torch.nn.Module) -> bool:
+    """Return whether a model's forward computes in bfloat16 or float16 now, of float32 weights too (autocast)."""
+    import torch
+
+    weight, seen = next(model.parameters()), list[bool]()
+    embeddings: torch.nn.Module = model.get_input_embeddings()  # type: ignore[operator]
+    # By a look inside of a forward: while it trains a model, accelerate has autocast begin there.
+    handle = embeddings.register_forward_hook(lambda *_: seen.append(torch.is_autocast_enabled(weight.device.type)))
+    try:
+        plain_logprobs(model, [CheckRow((0,), (0,))])
+    finally:
+        handle.remove()
+    return weight.dtype in (torch.bfloat16, torch.float16) or seen[0]
+
+
 def rounding_noise(model: torch.nn.Module, again: Callable[[], Rows], plain: Rows) -> float:
     """Return the root mean square difference from `plain` when the first layer's input is rounded once more.
 

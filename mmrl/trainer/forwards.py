@@ -7,7 +7,7 @@ between steps or inside `next_batch`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
@@ -209,7 +209,9 @@ class Forwards:
 
     def autocast(self) -> AbstractContextManager[None]:
         """Enter the run's mixed precision: every forward is made inside of it, so that results are comparable."""
-        return cast("AbstractContextManager[None]", self.trainer.compute_loss_context_manager())
+        # accelerate has a model enter it by itself, but only from the start of training on, after the self-check. FSDP2
+        # casts by a policy of its own.
+        return nullcontext() if is_sharded(self.accelerator) else self.accelerator.autocast()
 
     def reference(self, pack: Pack) -> torch.Tensor:
         """Return reference log-probabilities, (N,): the calls', else with adapters off, else of the frozen copy."""

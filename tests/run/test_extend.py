@@ -49,6 +49,17 @@ def test_two_steps_and_two_more_are_four_bit_for_bit(short, random_model, tmp_pa
     assert "this run is finished" in errors_of("train", f"resume={run}")
 
 
+def test_full_weights_in_bfloat16_go_on_too(random_model, tmp_path, caplog):
+    """What is generated first is so within the trainer's mixed precision, by weights in float32."""
+    words, run = ("model.dtype=bfloat16", "model.lora=null", "eval.temperature=0", "eval.every=1"), tmp_path / "run"
+    assert main(command(random_model, run, *words, "train.steps=1")) == 0
+    assert main(["train", f"resume={run}", "train.steps=+1"]) == 0
+    whole = tmp_path / "whole"
+    assert main(command(random_model, whole, *words, "train.steps=2", f"run.before={run}")) == 0
+    assert numbers(run) == numbers(whole)
+    assert "engine.loop" not in caplog.text, "the fastest loop agrees"
+
+
 def test_a_checkpoint_that_another_run_starts_from_stays_and_is_found_where_both_were_moved(
     short, random_model, tmp_path, monkeypatch
 ):

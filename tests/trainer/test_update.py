@@ -226,6 +226,20 @@ def test_bfloat16_models_train_in_float32_weights_under_autocast(tmp_path: Path)
     assert trainer.accelerator.mixed_precision == "bf16"
 
 
+def test_in_bfloat16_forwards_before_training_are_those_of_the_update(tmp_path: Path) -> None:
+    """The self-check's are made there."""
+    calls, inside = sampled(make_calls()), list[list[tuple[float, ...]]]()
+
+    def next_batch(step: int) -> StepBatch:
+        inside.append(trainer.forwards.policy_logprobs(calls))
+        return StepBatch(step=step, calls=make_calls())
+
+    trainer = make_trainer(tmp_path, tiny_model(dtype=torch.bfloat16), next_batch=next_batch)
+    before = trainer.forwards.policy_logprobs(calls)
+    trainer.train()
+    assert inside == [before]
+
+
 def test_settings_without_effect_are_refused_together(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         make_trainer(tmp_path, schedule="constant", warmup_steps=5, steps=2)

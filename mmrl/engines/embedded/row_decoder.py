@@ -27,7 +27,7 @@ from mmrl.engines.embedded.pending import PendingRequest
 from mmrl.engines.embedded.sampling import sample
 from mmrl.engines.embedded.state_loop import StateLoop, serves
 from mmrl.errors import ConfigError, EngineFailure
-from mmrl.models.selfcheck import CheckRow, Way, logprobs_of, plain_logprobs, rounding_noise
+from mmrl.models.selfcheck import CheckRow, Way, computes_in_half, logprobs_of, plain_logprobs, rounding_noise
 
 LOG = logging.getLogger("mmrl.engines")
 
@@ -239,8 +239,7 @@ class RowDecoder:
             ConfigError: no loop agrees.
         """
         model, adapter = self.weights[name]
-        half = next(model.parameters()).dtype in (torch.bfloat16, torch.float16)
-        reference = HFLoop(model, adapter)
+        half, reference = computes_in_half(model), HFLoop(model, adapter)
         with torch.no_grad(), reference.using_adapter():
             plain = plain_logprobs(model, rows)
             noise = rounding_noise(model, partial(plain_logprobs, model, rows), plain) if half else 0.0

@@ -17,7 +17,7 @@ from mmrl.engines.embedded.batch_rows import Rules, engine_context
 from mmrl.engines.embedded.batcher import Batcher
 from mmrl.engines.embedded.row_decoder import RowDecoder
 from mmrl.models.chat import eos_ids
-from mmrl.models.selfcheck import Way, check_rows, drawn_adapters
+from mmrl.models.selfcheck import Way, check_rows, computes_in_half, drawn_adapters
 from mmrl.store.policy import INITIAL
 
 if TYPE_CHECKING:
@@ -56,8 +56,7 @@ class TransformersEngine(Batcher):
         self.ways: list[Way] = []
         """Results of the self-check, by set of weights."""
         if setup.weights is not None and checked:
-            half = causal.dtype in (torch.bfloat16, torch.float16)
-            rows = check_rows(tokenizer, settings.vocab_size, self.max_context, half=half)
+            rows = check_rows(tokenizer, settings.vocab_size, self.max_context, half=computes_in_half(model))
             with drawn_adapters(model):
                 self.ways = [way for name in weights if (way := decoder.check(name, rows)) is not None]
         super().__init__(decoder, config.schedule)
