@@ -143,6 +143,7 @@ class MmrlTrainer(GRPOTrainer):
         arguments = settings.arguments(
             self.folder, on_cpu=model.device.type == "cpu", autocast=model.dtype == torch.bfloat16, dense=tries
         )
+        use_cache = getattr(model.config, "use_cache", True)
         super().__init__(
             model=model,
             reward_funcs=no_reward,
@@ -152,6 +153,8 @@ class MmrlTrainer(GRPOTrainer):
             callbacks=[UpdateEnd(self.end_update)],
             peft_config=lora,
         )
+        # transformers has switched it off, and would so in what is saved. Each forward here says whether it takes one.
+        self.model.config.use_cache = use_cache
         self.remove_callback(PrinterCallback)
         self.totals, self.batch_metrics = StepTotals((), self.args.device), dict[str, float]()
         self.sharded = sharding.is_sharded(self.accelerator)

@@ -185,6 +185,14 @@ def test_saves_when_due_and_at_the_end_and_keeps_the_newest(tmp_path: Path) -> N
     assert read_extra(tmp_path / "checkpoint-5") == {"step": 5}
 
 
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_a_saved_config_says_of_the_cache_what_the_base_says(use_cache: bool, tmp_path: Path) -> None:
+    model = tiny_model()
+    model.config.use_cache = use_cache
+    make_trainer(tmp_path, model).train()
+    assert json.loads((tmp_path / "checkpoint-1" / "config.json").read_text())["use_cache"] is use_cache
+
+
 def test_a_checkpoint_that_is_not_complete_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path, 1)
     (path / MARKER).unlink()
