@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, cast
@@ -57,6 +58,8 @@ def local_path(path: str) -> str:
     return str(ASSETS / path if path in SHIPPED else user_path(path))
 
 
+PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""Files of models that read images, sounds or videos too, beside those that such a model is loaded from here."""
 NO_CODE = {"trust_remote_code": False}
 """Left out, transformers would ask at the terminal whether to run the code of a model, and wait for the answer."""
 
@@ -391,6 +394,29 @@ def _loaded(model: ModelConfig, part: str, kind: Any, **options: object) -> Any:
         return kind.from_pretrained(
             source, revision=model.revision, local_files_only=_offline(source), **NO_CODE, **options
         )
+
+
+def processor_files(model: ModelConfig, config: PreTrainedConfig) -> tuple[Path, ...]:
+    """Return the files of `model` that say how it reads images and sounds: libraries that load all of it need them.
+
+    Args:
+        config: of what was loaded, which may be the text part alone.
+    """
+    return () if config.get_text_config() is config else _processors(_source(model), model.revision)
+
+
+@cache  # so that no save and no push asks the hub again
+def _processors(source: str, revision: str | None) -> tuple[Path, ...]:
+    from transformers.utils.hub import cached_file
+
+    options: dict[str, Any] = {
+        "revision": revision,
+        "local_files_only": _offline(source),
+        "_raise_exceptions_for_missing_entries": False,
+        "_raise_exceptions_for_connection_errors": False,
+    }
+    found = [cached_file(source, name, **options) for name in PROCESSORS]
+    return tuple(Path(file) for file in found if file is not None)
 
 
 @contextmanager

@@ -15,7 +15,15 @@ from mmrl.config import ModelConfig
 from mmrl.config.base import SHIPPED
 from mmrl.errors import CheckpointError
 from mmrl.models.chat import eos_ids, render_prompt, template_of
-from mmrl.models.load import NO_CODE, load_configs, load_policy, load_tokenizer, local_path
+from mmrl.models.load import (
+    NO_CODE,
+    PROCESSORS,
+    load_configs,
+    load_policy,
+    load_tokenizer,
+    local_path,
+    processor_files,
+)
 from mmrl.models.report import without_bars
 from mmrl.models.template import SYSTEM_MERGED
 from mmrl.store.policy import Policy
@@ -23,7 +31,8 @@ from mmrl.store.policy import Policy
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FULL = ("model*.safetensors", "model.safetensors.index.json", "config.json", "generation_config.json")
+GENERATION = "generation_config.json"
+FULL = ("model*.safetensors", "model.safetensors.index.json", "config.json", GENERATION, *PROCESSORS)
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 CONVERSATIONS: Sequence[Sequence[dict[str, str]]] = (
     ({"role": "user", "content": "Who?"},),
@@ -57,7 +66,7 @@ def write_merged(base: str, adapter: Path, model: ModelConfig, target: Path) -> 
     dtype = native if native in ("float32", "bfloat16", "float16") else "float32"
     # On the CPU: merging is one product per layer, and a GPU may be in use by the next run. `matmul` is of runs, and
     # may not fit the base's own type.
-    own_type = model.model_copy(update={"dtype": dtype, "matmul": "torch"})
+    own_type = model.model_copy(update={"path": base, "dtype": dtype, "matmul": "torch"})
     loaded, _, _ = load_policy(Policy(base=base, adapter=str(adapter)), own_type, "cpu")
     from peft import PeftModel
 
@@ -70,6 +79,8 @@ def write_merged(base: str, adapter: Path, model: ModelConfig, target: Path) -> 
         merged.generation_config = generation
     with without_bars():
         merged.save_pretrained(target)
+    for file in processor_files(own_type, merged.config):
+        shutil.copyfile(file, target / file.name)
     return dtype
 
 
@@ -107,7 +118,7 @@ def write_ends(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Add what ends a turn in a run to the generation config of full weights: other libraries stop by that alone."""
     from transformers import GenerationConfig
 
-    file = folder / FULL[-1]
+    file = folder / GENERATION
     stored = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     own = GenerationConfig(eos_token_id=stored.get("eos_token_id"))
     stored["eos_token_id"] = sorted(eos_ids(tokenizer, own))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -27,7 +28,7 @@ from typing_extensions import override
 
 from mmrl.errors import CheckpointError, ConfigError, EngineFailure, Stopped, SyncFailure, TooManyFailures
 from mmrl.models.adapter import targets_of
-from mmrl.models.load import saved_state
+from mmrl.models.load import processor_files, saved_state
 from mmrl.models.template import as_saved
 from mmrl.store.policy import is_complete
 from mmrl.trainer import checkpoint, sharding
@@ -456,6 +457,9 @@ class MmrlTrainer(GRPOTrainer):
         if state_dict is not None and self.sharded:
             state_dict = sharding.without_tied(self.forwards.policy, state_dict)
         super()._save(output_dir, state_dict)
+        if output_dir is not None and not isinstance(self.model, PeftModel):
+            for file in processor_files(self.settings.model, self.model.config):
+                shutil.copyfile(file, Path(output_dir) / file.name)
 
     @override
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

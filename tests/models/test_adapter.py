@@ -329,4 +329,6 @@ def test_a_base_that_names_its_type_in_its_text_part_is_merged_in_it(
     file.write_text(json.dumps(stored))
     base = load_model(model, "cpu")
     get_peft_model(base, lora_config(base, model.path, EVERYWHERE)).save_pretrained(str(tmp_path / "adapter"))
+    (tmp_path / "base" / "preprocessor_config.json").write_text("{}")
     assert write_merged(model.path, tmp_path / "adapter", model, tmp_path / "merged") == "bfloat16"
+    assert (tmp_path / "merged" / "preprocessor_config.json").is_file(), "vLLM loads no model of images without it"

@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mmrl.config import LoraConfig
+from mmrl.engines.vllm.base import save_weights
 from mmrl.errors import CheckpointError
+from mmrl.models.load import processor_files
+from mmrl.models.save import copy_full
 from mmrl.store.policy import EXTRA, MARKER, is_complete, newest_checkpoint, write_marker
 from mmrl.trainer import checkpoint
 from tests.helpers.trainer_cases import (
@@ -191,6 +195,22 @@ def test_a_saved_config_says_of_the_cache_what_the_base_says(use_cache: bool, tm
     model.config.use_cache = use_cache
     make_trainer(tmp_path, model).train()
     assert json.loads((tmp_path / "checkpoint-1" / "config.json").read_text())["use_cache"] is use_cache
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3"])
+def test_how_a_base_reads_images_is_saved_where_they_are_a_part_of_the_model(kind: str, tmp_path: Path) -> None:
+    model, base = tiny_model(kind), tmp_path / "base"
+    model.save_pretrained(base)
+    (base / "preprocessor_config.json").write_text('{"do_resize": true}')
+    trainer = make_trainer(tmp_path / "run", model)
+    section = trainer.settings.model.model_copy(update={"path": str(base)})
+    trainer.settings = replace(trainer.settings, model=section)
+    trainer.train()
+    save_weights(trainer.model, [], tmp_path / "pushed", None, "float32", processor_files(section, model.config))
+    (tmp_path / "exported").mkdir()
+    copy_full(tmp_path / "run" / "checkpoint-1", tmp_path / "exported")
+    for folder in ("pushed", "exported"):
+        assert (tmp_path / folder / "preprocessor_config.json").is_file() is (kind == "gemma3")
 
 
 def test_a_checkpoint_that_is_not_complete_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import json
 import secrets
 import shutil
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +29,7 @@ from mmrl.engines.embedded.batch_rows import (
 from mmrl.engines.vllm.command import exact, logprobs_mode, served_dtype, vllm_problems
 from mmrl.errors import EngineFailure, refuse
 from mmrl.models.chat import eos_ids, render_prompt
-from mmrl.models.load import load_configs
+from mmrl.models.load import load_configs, processor_files
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -214,7 +214,10 @@ class PushingEngine(VllmEngine):
         if self.model is None:
             return {name: Path(path) for name, path in self.setup.folders.items()}
         folder = self.folder / "weights" / f"v{version:06d}-{self._pushes}"
-        return save_weights(self.model, self.names, folder, state, served_dtype(self.weights, self.setup.device))
+        dtype = served_dtype(self.weights, self.setup.device)
+        # vLLM may be started anew with full weights.
+        beside = () if self.names else processor_files(self.weights, self.model.config)
+        return save_weights(self.model, self.names, folder, state, dtype, beside)
 
     def _pushed_folders(self) -> list[tuple[int, Path]]:
         """Return number and folder, `v<version>-<push>`, of each push; not what a kill left half-written (`.tmp`)."""
@@ -266,13 +269,19 @@ class PushingEngine(VllmEngine):
 
 
 def save_weights(
-    model: PreTrainedModel, names: Sequence[str], folder: Path, state: Mapping[str, Tensor] | None, dtype: str
+    model: PreTrainedModel,
+    names: Sequence[str],
+    folder: Path,
+    state: Mapping[str, Tensor] | None,
+    dtype: str,
+    beside: Iterable[Path] = (),
 ) -> dict[str, Path]:
     """Write the adapters `names`, or all weights when there are none, below `folder`, atomically.
 
     Args:
         state: the model's weights by name, where it does not hold them whole itself.
         dtype: in which they are served; trained weights are float32, and as files twice as large.
+        beside: files of the base that are copied into the folder.
 
     Returns:
         Adapter name -> its folder; "" -> `folder` for full weights.
@@ -293,6 +302,8 @@ def save_weights(
     # peft looks on the hub for the base's vocabulary unless save_embedding_layers says that none was trained.
     of_peft: dict[str, Any] = {"selected_adapters": list(names), "save_embedding_layers": False} if names else {}
     model.save_pretrained(str(temporary), state_dict=state_dict, **of_peft)
+    for file in beside:
+        shutil.copyfile(file, temporary / file.name)
     temporary.rename(folder)
     return {name: folder if name in ("", "default") else folder / name for name in names or [""]}
 
