@@ -15,6 +15,8 @@ from typing import Any
 from unittest.mock import MagicMock, patch
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from mmrl import engines
 from mmrl.cli import main
@@ -26,6 +28,7 @@ from mmrl.errors import ConfigError, EngineFailure, SyncFailure
 from mmrl.models.load import load_model, load_tokenizer
 from mmrl.run.launch import hardware_problems
 from tests.helpers.runs import command
+from tests.helpers.trainer_cases import tiny_model
 
 TINY = ModelConfig(name="tiny", path="tiny")
 
@@ -41,6 +44,7 @@ class FakeVllm:
         self.params: dict[str, Any] = {}
         self.events: list[Any] = []
         self.widest = 0
+        self.weights: dict[str, torch.Tensor] = {}
         self.held = 0
         """Resets of the prefix cache that vLLM refuses."""
 
@@ -70,7 +74,8 @@ class FakeVllm:
         return done
 
     def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
-        self.events.append((method, sum(1 for _ in kwargs["weights_iterator"])))
+        self.weights = dict(kwargs["weights_iterator"])
+        self.events.append((method, len(self.weights)))
 
     def reset_prefix_cache(self) -> bool:
         self.events.append("reset")
@@ -155,6 +160,20 @@ def test_it_sleeps_while_the_trainer_works_and_wakes_for_a_push_or_a_call(
     pushed = [event for event in fake.events if event[0] == "reload_weights"]
     assert fake.events == [*pushed[:1], "reset", ("sleep", 1), "wake", ("sleep", 1), "wake", *pushed[1:], "reset"]
     assert pushed[0][1] == len(engine.model.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gemma3"])
+@pytest.mark.parametrize("gathered", [False, True])
+def test_full_weights_are_pushed_by_the_names_of_files(
+    kind: str, gathered: bool, fake: FakeVllm, engine: VllmColocatedEngine, tmp_path: Path
+) -> None:
+    engine.model = model = tiny_model(kind)
+    engine.set_version(1, model.state_dict() if gathered else None)
+    model.save_pretrained(tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    beside = fake.weights.keys() - saved.keys()
+    assert all(name.endswith("lm_head.weight") for name in beside), "tied, and once in a file"
+    assert all(torch.equal(fake.weights[name], weight) for name, weight in saved.items())
 
 
 def test_weights_are_not_served_beside_prefixes_of_those_before(

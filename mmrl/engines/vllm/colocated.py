@@ -249,8 +249,12 @@ class VllmColocatedEngine(PushingEngine):
         """Replace the weights from memory to memory."""
         if self.model is None:
             return
-        source = self.model.state_dict() if state is None else state
-        weights = ((name, tensor.detach()) for name, tensor in source.items())
+        from transformers.core_model_loading import revert_weight_conversion
+
+        source = self.model.state_dict() if state is None else dict(state)
+        # vLLM knows the names and shapes of files, which transformers has changed as it loaded them (experts, stacked).
+        published: Mapping[str, Tensor] = revert_weight_conversion(self.model, source)
+        weights = ((name, tensor.detach()) for name, tensor in published.items())
         self._vllm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         for _ in range(RESET_TRIES):
             if self._vllm.reset_prefix_cache() is not False:
