@@ -396,6 +396,32 @@ def _loaded(model: ModelConfig, part: str, kind: Any, **options: object) -> Any:
         )
 
 
+def name_in_whole(model: ModelConfig) -> Callable[[str], str] | None:
+    """Return what turns the name of a weight of the text part into that in the whole model that `config.json` is of.
+
+    None where the names are equal: a config of text alone, or a class that is loaded whole.
+    """
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    config, _ = load_configs(model)
+    if (text := config.get_text_config()) is config:
+        return None
+    from transformers import AutoModelForCausalLM
+
+    if AutoModelForCausalLM._model_mapping[type(config)].config_class is not type(text):
+        return None
+    # What transformers does to a file's names as it loads the part, backwards, as where it saves the part's weights.
+    loading = get_checkpoint_conversion_mapping(text.model_type) or []
+    saving = [change.reverse_transform() for change in loading if getattr(change, "prefix_to_remove", None)]
+
+    def renamed(name: str) -> str:
+        for change in saving:
+            name, _ = change.rename_source_key(name)
+        return name
+
+    return renamed if saving else None
+
+
 def processor_files(model: ModelConfig, config: PreTrainedConfig) -> tuple[Path, ...]:
     """Return the files of `model` that say how it reads images and sounds: libraries that load all of it need them.
 

@@ -16,7 +16,9 @@ from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from transformers import AutoConfig, Qwen3_5ForConditionalGeneration
 
 from mmrl import engines
 from mmrl.cli import main
@@ -27,6 +29,7 @@ from mmrl.engines.vllm.colocated import VllmColocatedEngine
 from mmrl.errors import ConfigError, EngineFailure, SyncFailure
 from mmrl.models.load import load_model, load_tokenizer
 from mmrl.run.launch import hardware_problems
+from tests.helpers.hybrids import SIZES as HYBRID
 from tests.helpers.runs import command
 from tests.helpers.trainer_cases import tiny_model
 
@@ -174,6 +177,32 @@ def test_full_weights_are_pushed_by_the_names_of_files(
     beside = fake.weights.keys() - saved.keys()
     assert all(name.endswith("lm_head.weight") for name in beside), "tied, and once in a file"
     assert all(torch.equal(fake.weights[name], weight) for name, weight in saved.items())
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_an_adapter_of_a_text_part_is_pushed_by_the_names_of_the_whole(
+    trained: bool, fake: FakeVllm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM loads all of Qwen 3.5, and would leave out an adapter of layers that are not there."""
+    pushed: list[Any] = []
+    monkeypatch.setattr(VllmColocatedEngine, "_load", lambda self, adapter: pushed.append(adapter))
+    monkeypatch.setattr(VllmColocatedEngine, "_probes", lambda self, adapter: {})
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+    config = AutoConfig.for_model("qwen3_5", text_config={**HYBRID, "vocab_size": 300}, vision_config=vision)
+    whole = Qwen3_5ForConditionalGeneration(config)
+    whole.save_pretrained(tmp_path / "base")
+    section = ModelConfig(name="whole", path=str(tmp_path / "base"), dtype="float32")
+    policy = get_peft_model(load_model(section, "cpu"), LoraConfig(target_modules=["q_proj", "in_proj_qkv"]))
+    policy.save_pretrained(str(tmp_path / "adapter"))
+    folders = {} if trained else {"default": str(tmp_path / "adapter")}
+    setup = EngineSetup(weights=section, folder=tmp_path, samplings=((1.0, 1.0, 0),), folders=folders)
+    settings = VllmColocatedConfig(name="vllm_colocated")
+    with closing(VllmColocatedEngine(policy if trained else None, load_tokenizer(TINY), settings, setup)) as engine:
+        engine.set_version(0)
+    names = load_file(Path(pushed[0].folder) / "adapter_model.safetensors").keys()
+    layers = {name.rpartition(".lora_")[0].removeprefix("base_model.model.") for name in names}
+    assert len(layers) == 3
+    assert layers <= dict(whole.named_modules()).keys()
 
 
 def test_weights_are_not_served_beside_prefixes_of_those_before(

@@ -10,7 +10,7 @@ import json
 import secrets
 import shutil
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +29,7 @@ from mmrl.engines.embedded.batch_rows import (
 from mmrl.engines.vllm.command import exact, logprobs_mode, served_dtype, vllm_problems
 from mmrl.errors import EngineFailure, refuse
 from mmrl.models.chat import eos_ids, render_prompt
-from mmrl.models.load import load_configs, processor_files
+from mmrl.models.load import load_configs, name_in_whole, processor_files
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -38,6 +38,10 @@ if TYPE_CHECKING:
 
 PROBE = "Name the capital of Portugal, then count from one to five and say good night."
 """Text whose log-probabilities tell one set of weights from another."""
+
+
+PEFT = "base_model.model."
+"""Beginning of the names in an adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,13 +215,32 @@ class PushingEngine(VllmEngine):
     def _save(self, version: int, state: Mapping[str, Tensor] | None) -> dict[str, Path]:
         """Write the weights of a new version, for vLLM to load; adapter name ("" for full weights) -> folder."""
         self._pushes += 1
-        if self.model is None:
-            return {name: Path(path) for name, path in self.setup.folders.items()}
         folder = self.folder / "weights" / f"v{version:06d}-{self._pushes}"
+        if self.model is None:
+            saved = {name: Path(path) for name, path in self.setup.folders.items()}
+            return self._renamed(saved, folder)
         dtype = served_dtype(self.weights, self.setup.device)
         # vLLM may be started anew with full weights.
         beside = () if self.names else processor_files(self.weights, self.model.config)
-        return save_weights(self.model, self.names, folder, state, dtype, beside)
+        saved = save_weights(self.model, self.names, folder, state, dtype, beside)
+        return self._renamed(saved, folder) if self.names else saved
+
+    @cached_property
+    def _name_in_whole(self) -> Callable[[str], str] | None:
+        return name_in_whole(self.weights)
+
+    def _renamed(self, saved: dict[str, Path], folder: Path) -> dict[str, Path]:
+        """Return adapters by the names of the model that vLLM loads, below `folder` where these are others.
+
+        vLLM loads the whole of a model of images, of which the text part is trained, and leaves out without an error
+        what an adapter has for layers that are not there.
+        """
+        if not saved or (rename := self._name_in_whole) is None:
+            return saved
+        targets = {name: folder / "whole" / name for name in saved}
+        for name, target in targets.items():
+            rename_adapter(saved[name], target, rename)
+        return targets
 
     def _pushed_folders(self) -> list[tuple[int, Path]]:
         """Return number and folder, `v<version>-<push>`, of each push; not what a kill left half-written (`.tmp`)."""
@@ -306,6 +329,18 @@ def save_weights(
         shutil.copyfile(file, temporary / file.name)
     temporary.rename(folder)
     return {name: folder if name in ("", "default") else folder / name for name in names or [""]}
+
+
+def rename_adapter(source: Path, target: Path, rename: Callable[[str], str]) -> None:
+    """Copy an adapter with other names of the layers that it is for."""
+    from peft import load_peft_weights
+    from safetensors.torch import save_file
+
+    target.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source / "adapter_config.json", target / "adapter_config.json")
+    weights = load_peft_weights(str(source), device="cpu")
+    renamed = {PEFT + rename(name.removeprefix(PEFT)): weight for name, weight in weights.items()}
+    save_file(renamed, target / "adapter_model.safetensors", {"format": "pt"})
 
 
 def _as_served(weight: Tensor, dtype: str) -> Tensor:
