@@ -157,9 +157,10 @@ def saved_state(model: PreTrainedModel, folder: Path) -> Mapping[str, torch.Tens
     # At least float32, which trained weights are whatever `model.dtype` says.
     dtype = torch.promote_types(model.dtype, torch.float32)
     options = {"config": model.config, "dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    kind: Any = AutoModelForCausalLM
     try:
         with quiet():
-            loaded, report = AutoModelForCausalLM.from_pretrained(folder, **options, **NO_CODE)
+            loaded, report = kind.from_pretrained(folder, **options, **NO_CODE)
     except Exception as error:  # of transformers, torch and safetensors
         raise CheckpointError(f"{folder}: its weights cannot be loaded: {reason_of(error)}") from error
     state: Mapping[str, torch.Tensor] = loaded.state_dict()
@@ -408,7 +409,8 @@ def name_in_whole(model: ModelConfig) -> Callable[[str], str] | None:
         return None
     from transformers import AutoModelForCausalLM
 
-    if AutoModelForCausalLM._model_mapping[type(config)].config_class is not type(text):
+    kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    if kind.config_class is not type(text):
         return None
     # What transformers does to a file's names as it loads the part, backwards, as where it saves the part's weights.
     loading = get_checkpoint_conversion_mapping(text.model_type) or []
