@@ -402,12 +402,12 @@ def name_in_whole(model: ModelConfig) -> Callable[[str], str] | None:
 
     None where the names are equal: a config of text alone, or a class that is loaded whole.
     """
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-
     config, _ = load_configs(model)
     if (text := config.get_text_config()) is config:
         return None
+    # Not above: these load torch, which an evaluation by a server has no other use for.
     from transformers import AutoModelForCausalLM
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
     if kind.config_class is not type(text):
