@@ -27,7 +27,8 @@ from mmrl.retrieval.base import Document, Retriever
 from mmrl.retrieval.store import CorpusFacts, PassageStore, write_passages
 from mmrl.system.files import atomic_write, differences, file_digest, take_lock, user_path
 
-FORMAT = 5
+FORMATS = {"bm25": 5, "dense": 4}
+"""Kind of index -> the format in which it is built; those of any other are not read."""
 INFO, PLAN, LOCK = "index.json", "plan.json", "lock"
 """File of a finished index; files of an unfinished one: its settings, and the process that builds it."""
 
@@ -99,12 +100,13 @@ def read_info(folder: Path, key: str = "task.retriever.index") -> IndexInfo:
         raise DataError(f"{key}: {folder}: {why}; expected a folder made by `mmrl index build`")
     try:
         info = IndexInfo(**json.loads((folder / INFO).read_text(encoding="utf-8")))
-        if info.format != FORMAT:
-            raise ValueError(f"format {info.format}, this mmrl reads {FORMAT}")
         for file, text in differences({folder / name: check for name, check in info.files.items()}).items():
             raise ValueError(f"{file.name} {text}")
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise DataError(f"{key}: {folder} is damaged: {error}; build it again") from None
+    if info.format != (expected := FORMATS.get(info.kind)):
+        version = f"another version of mmrl (format {info.format}, expected {expected})"
+        raise DataError(f"{key}: {folder} was built by {version}; build it again")
     return info
 
 
@@ -188,7 +190,7 @@ def _finish(
     written = [file for file in sorted(work.rglob("*")) if file.is_file() and file.name not in (LOCK, PLAN)]
     sizes = {file: file.stat().st_size for file in written}
     info = IndexInfo(
-        format=FORMAT,
+        format=FORMATS[spec.kind],
         kind=spec.kind,
         settings=dict(spec.settings),
         **asdict(corpus),
@@ -220,7 +222,9 @@ def is_started(folder: Path) -> bool:
 
 
 def _check_plan(work: Path, spec: IndexSpec, stamp: str) -> None:
-    plan = json.dumps({"format": FORMAT, "kind": spec.kind, "settings": dict(spec.settings), "stamp": stamp})
+    plan = json.dumps(
+        {"format": FORMATS[spec.kind], "kind": spec.kind, "settings": dict(spec.settings), "stamp": stamp}
+    )
     file = work / PLAN
     if file.is_file() and file.read_bytes() != plan.encode():
         raise DataError(
@@ -253,7 +257,7 @@ def cached_index(documents: Sequence[Document], config: RetrieverConfig, cache: 
         DataError: it cannot be built.
     """
     spec = spec_of(config)
-    state = hashlib.blake2b(json.dumps([FORMAT, spec.kind, dict(spec.settings)]).encode(), digest_size=16)
+    state = hashlib.blake2b(json.dumps([FORMATS[spec.kind], spec.kind, dict(spec.settings)]).encode(), digest_size=16)
     if model := spec.settings.get("model"):
         state.update(dense.model_identity(model).encode())
     for document in documents:

@@ -116,10 +116,12 @@ def _rewind(config: StageConfig, rundir: RunDir) -> Path | None:
         if not isinstance(config, WeightRunConfig):
             from mmrl.report.trials import FOLDER, MEMO
 
-            # Before a model loads; the stage would come to it later.
-            if (rundir.path / FOLDER / "rollouts.jsonl").exists():
+            # Before a model loads; the stage would come to it later. What has no digests of its data has split a file
+            # into other parts, without a shuffle.
+            other_parts = "inputs" not in rundir.environment and "train" in config.task.data.files
+            if other_parts or (rundir.path / FOLDER / "rollouts.jsonl").exists():
                 raise CheckpointError(
-                    f"{rundir.path}: an earlier version of mmrl began this search, and what it stored is not read any "
+                    f"{rundir.path}: an earlier version of mmrl began this search, and what it stored does not fit any "
                     "more; start a new run"
                 )
             read_replies(rundir.path / FOLDER / MEMO)

@@ -1,3 +1,4 @@
+import json
 import math
 import re
 import unicodedata
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from mmrl.config import retriever as retriever_config
 from mmrl.config.retriever import Bm25Config
+from mmrl.errors import DataError
 from mmrl.retrieval.base import Document, unquoted
 from mmrl.retrieval.bm25 import Bm25Retriever, Bm25Settings, tokenize, top_indices
 from mmrl.retrieval.index_folder import build_index, open_index, read_info, spec_of
@@ -238,3 +240,12 @@ def test_building_tells_progress(monkeypatch, capfd):
 )
 def test_quotes_around_a_title_are_no_part_of_it(written, title):
     assert unquoted(f" {written} ") == title
+
+
+def test_an_index_of_another_version_is_no_damaged_one(tmp_path):
+    folder = tmp_path / "index"
+    build_index(folder, spec_of(Bm25Config(name="bm25")), lambda: corpus(["some text"]))
+    content = json.loads((folder / "index.json").read_text())
+    (folder / "index.json").write_text(json.dumps({**content, "format": content["format"] - 1}))
+    with pytest.raises(DataError, match="was built by another version of mmrl"):
+        read_info(folder)

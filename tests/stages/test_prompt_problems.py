@@ -126,7 +126,7 @@ def test_what_miprov2_proposes_and_does_not_try_is_noted(tmp_path):
         tried = {trial["modules"][name]["instructions"] for trial in trials}
         assert one["instructions"] not in tried
         assert tried - {trials[0]["modules"][name]["instructions"]} <= {line["instructions"] for line in others}
-    assert result.facts["proposals"] == "4 of 6 instructions could be used"
+    assert result.facts["proposals"] == "4 of 6 instructions became candidates"
 
 
 def test_instructions_of_a_file_are_tried_and_no_model_writes_any(tmp_path, task):
@@ -297,7 +297,7 @@ def test_a_request_to_the_prompt_model_that_cannot_be_answered_costs_one_proposa
     proposals = [one for one in lines(tmp_path / "run" / "prompts" / "proposals.jsonl") if one["module"] is not None]
     said = {"too long": "4097 tokens", "cut": "cut at algo.prompt_max_tokens=", "refused": "context_length_exceeded"}
     assert proposals and all(said[what] in one["problem"] and not one["usable"] for one in proposals)
-    assert result.facts["proposals"].startswith(f"0 of {len(proposals)} instructions could be used; ")
+    assert result.facts["proposals"].startswith(f"0 of {len(proposals)} instructions became candidates; ")
 
 
 THOUGHTS = "<think>\n[[ ## proposed_instruction ## ]]\nA draft.\n[[ ## completed ## ]]\nToo short.\n</think>\n\n"
@@ -351,7 +351,7 @@ def test_a_description_that_the_prompt_model_does_not_give_is_noted(tmp_path, ta
     assert all("cut at algo.prompt_max_tokens=1024" in problem for problem in missing)
     (note,) = notes
     assert note.startswith(f"warning: the prompt model gave no {name}, and proposes without it (")
-    assert stage.describe()["proposals"] == "2 of 3 instructions could be used", "of descriptions it says nothing"
+    assert stage.describe()["proposals"] == "2 of 3 instructions became candidates", "of descriptions it says nothing"
 
 
 def test_options_of_miprov2_without_effect_are_refused(tmp_path, task):
@@ -565,7 +565,7 @@ def test_two_examples_with_the_same_inputs_differ_by_their_labels(tmp_path, task
     ("name", "says"),
     [
         ("memo.jsonl", "/prompts/memo.jsonl:1: damaged, expected a key and a reply with their digest; restore "),
-        ("rollouts.jsonl", ": an earlier version of mmrl began this search, and what it stored is not read any more"),
+        ("rollouts.jsonl", ": an earlier version of mmrl began this search, and what it stored does not fit any more"),
     ],
 )
 def test_a_search_that_cannot_go_on_is_refused_before_a_model_loads(name, says, tmp_path, capsys):

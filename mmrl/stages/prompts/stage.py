@@ -82,7 +82,7 @@ class PromptStage(Stage[PromptRunConfig]):
     _undescribed: set[str] = field(init=False, default_factory=set)
     """What was said on the display to be missing."""
     proposals: Counter[bool] = field(init=False, default_factory=Counter)
-    """Whether it could be used -> instructions that were proposed."""
+    """Whether it became a candidate -> instructions that were proposed."""
     _rewards: dict[str, list[float]] = field(init=False, default_factory=dict)
     """Digest of each candidate that was compared -> its rewards."""
     _until_now: Mapping[str, float] = field(init=False, default_factory=dict)
@@ -125,7 +125,7 @@ class PromptStage(Stage[PromptRunConfig]):
             facts["prompt model"] = f"{requests} requests, {tokens} tokens{cost}"
         if proposed := self.proposals.total():
             usable = self.proposals[True]
-            facts["proposals"] = f"{usable} of {proposed} instructions could be used" + (
+            facts["proposals"] = f"{usable} of {proposed} instructions became candidates" + (
                 "" if usable else f"; {self.rundir.path / FOLDER / PROPOSALS} has the reasons"
             )
         return {**facts, **self.engine.describe()}

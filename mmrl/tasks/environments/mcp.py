@@ -36,8 +36,6 @@ MOST_PAGES = 100
 """Pages of a list of tools."""
 LONGEST_LOG = 500
 """Bytes of what a process has written on stderr, from its end, that a failure quotes."""
-_HTTP_ERRORS = ("Server returned an error response", "Not Found")
-"""What the package's client says of an HTTP error without a message of the server's."""
 
 
 class McpSource(Source):
@@ -210,16 +208,21 @@ class Connection:
             ToolFailure: the session is lost.
         """
         from mcp import MCPError
-        from mcp.types import CONNECTION_CLOSED, INVALID_REQUEST, REQUEST_TIMEOUT
+        from mcp.types import CONNECTION_CLOSED, INTERNAL_ERROR, INVALID_REQUEST, METHOD_NOT_FOUND, REQUEST_TIMEOUT
 
         client = await self._client
         try:
             result = await client.call_tool(name, dict(arguments))
         except MCPError as error:
             # Where it knows no such session, a server in Python answers INVALID_REQUEST, and one in TypeScript with the
-            # number that is REQUEST_TIMEOUT here; no time limit is set.
-            unknown = error.code in (INVALID_REQUEST, REQUEST_TIMEOUT) or error.message in _HTTP_ERRORS
-            if error.code == CONNECTION_CLOSED or (unknown and not self._source.is_process):
+            # number that is REQUEST_TIMEOUT here. Tools answer with these numbers too, of what a model asks for.
+            known = error.code not in (INVALID_REQUEST, REQUEST_TIMEOUT) or "session" not in error.message.lower()
+            # What the package's client makes of an HTTP error without a message of the server's.
+            of_http = (error.code, error.message) in (
+                (INTERNAL_ERROR, "Server returned an error response"),
+                (METHOD_NOT_FOUND, "Not Found"),
+            )
+            if error.code == CONNECTION_CLOSED or ((of_http or not known) and not self._source.is_process):
                 failure = self._failure(f"has lost the session during {name}: {error}")
                 await self.end()
                 raise failure from None

@@ -224,6 +224,21 @@ def test_a_session_that_an_address_has_lost_is_no_error_of_the_tool(status: int,
         task.close()
 
 
+@pytest.mark.parametrize("code", [-32600, -32001, -32601, -32603])
+def test_an_error_of_a_tool_is_an_observation_whatever_its_number(code: int) -> None:
+    """Published servers answer with the protocol's own numbers where a model asks for what is not there."""
+
+    def page(seen: Seen) -> Page:
+        if seen.method == "POST" and seen.body.get("method") == "tools/call":
+            error = {"code": code, "message": "Monster 'dragn' not found"}
+            return Page({"jsonrpc": "2.0", "id": seen.body["id"], "error": error}, 200, JSON)
+        return answered(seen, [], {})
+
+    with serving(page) as (url, _):
+        rollout, _ = one(served(f"{url}/mcp"), actions(tool_call("look")))
+    assert rollout.error is None and rollout.metrics["tool_errors"] == 1
+
+
 def test_an_action_has_a_time_limit(where: str) -> None:
     before, started = len(running()), time.monotonic()
     rollout, _ = one(served(where, action_timeout_s=0.5), actions(tool_call("wait", seconds=60)))
