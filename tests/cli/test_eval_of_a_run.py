@@ -75,7 +75,7 @@ def test_a_tilde_behind_a_key_is_the_home_folder(monkeypatch, tmp_path, errors_o
     assert (home / "runs" / "a" / "config.yaml").is_file()
     assert main(["train", "resume=~/runs/a"]) == 0
     for words in (["eval", "policy='~/runs/a'"], ["train", "algo=grpo", "from=~/runs/a"]):
-        assert "/home/runs/a has no checkpoint yet" in errors_of(*words)
+        assert f"{home}/runs/a has no checkpoint yet" in errors_of(*words)
     assert f"{home}/runs/b: no such run directory" in errors_of("eval", "resume=~/runs/b")
     assert RunKeys(out="~/page").out == f"{home}/page"
     assert {path.name for path in tmp_path.iterdir()} == {"home"}

@@ -22,7 +22,7 @@ from mmrl.engines.base import Completion, Engine, Request
 from mmrl.errors import ConfigError
 from mmrl.records import EMPTY, Call, Example, Forest, Rollout
 from mmrl.rollout import with_program
-from mmrl.rollout.environment import Environment, SamplingSettings
+from mmrl.rollout.environment import Environment, SamplingSettings, no_reader
 from mmrl.rollout.plans import Tree, independent
 from mmrl.rollout.sample import sample
 from mmrl.tasks import TASKS
@@ -132,6 +132,7 @@ def environment(
         decode=spelled,
         settings=settings,
         key=key,
+        read=lambda prompt, ids, tools: no_reader(prompt, ids, tools) if tools else {"content": spelled(ids)},
     )
 
 

@@ -81,6 +81,9 @@ class TabularModel(PreTrainedModel, GenerationMixin):
     def _init_weights(self, module: torch.nn.Module) -> None:
         pass
 
+    def get_input_embeddings(self) -> torch.nn.Module:
+        return self.backbone
+
     def get_output_embeddings(self) -> torch.nn.Module:
         return self.head
 
