@@ -99,7 +99,7 @@ def test_thoughts_are_no_part_of_a_move():
     reply = "<think>\nIf I take [0] he takes [4].\n</think>\n\n[8]"
     task, engine = make(TICTACTOE, opponent="policy"), Scripted(lambda prompt: reply, read)
     rolled_out(task, engine, max_tokens=120)
-    assert len(engine.prompts) == 2, "the second move is to a cell that is taken"
+    assert len(engine.prompts) == 3, "the second player wants a cell that is taken, and may err once"
     assert "in cell 8" in engine.prompts[1] and "he takes" not in engine.prompts[1]
 
 
