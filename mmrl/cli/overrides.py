@@ -10,7 +10,8 @@ import itertools
 import os
 import re
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import NoReturn
 
@@ -262,14 +263,31 @@ def policy_words(sections: Mapping[str, object], words: Sequence[str], config_di
     if model.get("path") is None or (added and name == "hf"):
         # an endpoint's texts are read by a tokenizer that is here
         keys = {"path": "tiny" if elsewhere else policy, **keys}
-    added += [
-        f"++model.{key}={hydra_value(key, value)}" for key, value in keys.items() if f"model.{key}" not in user_keys
-    ]
+    keys = {key: value for key, value in keys.items() if f"model.{key}" not in user_keys}
+    dtype = keys.get("dtype", "auto" if added else model.get("dtype"))
+    for key, fault in _faults(keys, str(dtype), value_at(sections, "hardware.device")):
+        print(f"warning: model.{key}: left out {keys.pop(key)} of {policy}, {fault}", file=sys.stderr)
+    added += [f"++model.{key}={hydra_value(key, value)}" for key, value in keys.items()]
     task, prompts = prompts_of(policy) if not elsewhere else (None, None)
     # Weights that were trained with prompts of their own are evaluated with these, on the task that they are for.
     if prompts is not None and value_at(sections, "task.name") == task and "task.prompts" not in user_keys:
         added.append(f"++task.prompts={hydra_value('task.prompts', prompts)}")
     return added
+
+
+def _faults(keys: Mapping[str, object], dtype: str, device: object) -> Iterator[tuple[str, str]]:
+    """Yield the settings of a policy's run with which nothing can be computed here, and why."""
+    from mmrl.models.prepare import attention_fault, matmul_fault
+
+    if "matmul" in keys and device == "auto":
+        import torch
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    faults = {
+        "matmul": matmul_fault(str(keys.get("matmul")), dtype, str(device)),
+        "attention": attention_fault(str(keys["attention"]), dtype) if "attention" in keys else "",
+    }
+    yield from ((key, fault) for key, fault in faults.items() if fault)
 
 
 def refuse_beside_resume(line: CommandLine, *allowed: str) -> None:

@@ -147,6 +147,26 @@ def exact_by_sdpa(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> bool
     return bool(kind._supports_sdpa) and _cap(config) is None and config.model_type not in NOT_CAUSAL_BY_SDPA
 
 
+def attention_fault(attention: str, dtype: str) -> str:
+    """Return why no model computes with a value of `model.attention` here, in words; empty: its class decides."""
+    if attention not in ("flash_attention_2", "flash_attention_3"):
+        return ""
+    from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
+
+    available = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
+    if not available[attention]():
+        return f"whose package ({attention.replace('attention', 'attn')}) is not installed here, or finds no GPU"
+    return "which computes in 16 bits alone, and model.dtype=float32" if dtype == "float32" else ""
+
+
+def matmul_fault(matmul: str, dtype: str, device: str) -> str:
+    """Return why weights cannot be multiplied by a value of `model.matmul`, in words; empty: they can."""
+    if matmul != "onednn" or (dtype in ("auto", "float32") and device != "cuda"):
+        return ""
+    other = f"hardware.device={device}" if device == "cuda" else f"model.dtype={dtype}"
+    return f"which computes float32 on a CPU, beside {other}"
+
+
 def choose_attention(config: PreTrainedConfig, kind: type[PreTrainedModel], model: ModelConfig) -> str:
     """Return the attention that a class computes all of a config with, or the one that the user wants.
 
@@ -156,9 +176,6 @@ def choose_attention(config: PreTrainedConfig, kind: type[PreTrainedModel], mode
     Raises:
         ConfigError: one that the class does not have, or that passes over a part of the config.
     """
-    from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
-
-    available = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
     capped = _cap(config)
     wanted = model.attention
     if wanted == "auto":
@@ -167,11 +184,6 @@ def choose_attention(config: PreTrainedConfig, kind: type[PreTrainedModel], mode
     fault = "" if has.get(wanted, kind._supports_flash_attn) else f"which {kind.__name__} does not have"
     if wanted == "sdpa" and capped is not None:
         fault = f"which passes over {capped} of {kind.__name__}"
-    if wanted in available and not fault:
-        if not available[wanted]():
-            fault = f"whose package ({wanted.replace('attention', 'attn')}) is not installed here, or finds no GPU"
-        elif model.dtype == "float32":
-            fault = "which computes in 16 bits alone, and model.dtype=float32"
-    if fault:
+    if fault := fault or attention_fault(wanted, model.dtype):
         raise ConfigError(f"model.attention: got {wanted}, {fault}; expected auto, or another one")
     return wanted

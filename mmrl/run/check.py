@@ -17,6 +17,7 @@ from mmrl.config.rules import across_sections, engine_name, without_effect
 from mmrl.config.tasks import PRIVILEGED
 from mmrl.engines.endpoint_engine import unreachable, with_model
 from mmrl.errors import ConfigError, gathered, refuse, unknown
+from mmrl.models.prepare import matmul_fault
 from mmrl.report.trackers import missing_trackers
 from mmrl.run.before import before_problems
 from mmrl.run.build import (
@@ -79,11 +80,8 @@ def check(config: RootConfig) -> list[str]:
             refuse_full(Path(config.run.dir))
     if engine_name(config) != "openai":
         problems += gone_problems("model.path", config.model.path)
-        dtype, device = config.model.dtype, config.hardware.device
-        if config.model.matmul == "onednn" and (dtype not in ("auto", "float32") or device == "cuda"):
-            other = f"hardware.device={device}" if device == "cuda" else f"model.dtype={dtype}"
-            alone = "which computes float32 on a CPU"
-            problems.append(f"model.matmul: got onednn, {alone}, beside {other}; expected torch")
+        if fault := matmul_fault(config.model.matmul, config.model.dtype, config.hardware.device):
+            problems.append(f"model.matmul: got {config.model.matmul}, {fault}; expected torch")
     # A task refuses what it cannot be built from (prompts, a program, files) by a `ConfigError` of its own.
     try:
         task = build_task(config.task, config.seed)

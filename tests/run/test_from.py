@@ -280,16 +280,58 @@ def test_variables_that_the_run_before_names_are_read(earlier, tmp_path, monkeyp
             made()
 
 
-def test_an_evaluation_computes_as_its_policys_run_did(earlier):
+@pytest.mark.parametrize(
+    ("stored", "words", "computed", "left_out"),
+    [
+        (("float32", "eager", "onednn"), "", ("float32", "eager", "onednn"), ""),
+        (("bfloat16", "eager", "torch"), "model.dtype=float32", ("float32", "eager", "torch"), ""),
+        (
+            ("float32", "auto", "onednn"),
+            "hardware.device=cuda",
+            ("float32", "auto", "torch"),
+            "matmul: left out onednn",
+        ),
+        (
+            ("float32", "auto", "onednn"),
+            "model.dtype=bfloat16",
+            ("bfloat16", "auto", "torch"),
+            "matmul: left out onednn",
+        ),
+        (("bfloat16", "flash_attention_2", "torch"), "", ("bfloat16", "flash_attention_2", "torch"), ""),
+        (
+            ("bfloat16", "flash_attention_3", "torch"),
+            "",
+            ("bfloat16", "auto", "torch"),
+            "attention: left out flash_attention_3",
+        ),
+        (
+            ("auto", "flash_attention_2", "torch"),
+            "model.dtype=float32",
+            ("float32", "auto", "torch"),
+            "attention: left out flash_attention_2",
+        ),
+    ],
+)
+def test_an_evaluation_computes_as_its_policys_run_did(earlier, capsys, monkeypatch, stored, words, computed, left_out):
+    """But for what cannot hold here, which nobody has typed."""
+    monkeypatch.setattr("transformers.utils.import_utils.is_flash_attn_2_available", lambda: True)
+    monkeypatch.setattr("transformers.utils.import_utils.is_flash_attn_3_available", lambda: False)
     run, change = earlier
-    change(model={"dtype": "bfloat16", "attention": "eager", "matmul": "onednn"})
-    words = ([], ["model.dtype=float32"])
-    computing = [
-        (model.dtype, model.attention, model.matmul)
-        for typed in words
-        for model in [eval_configs(read_line([f"policy={run}", *typed]))[0].model]
-    ]
-    assert computing == [("bfloat16", "eager", "onednn"), ("float32", "eager", "onednn")]
+    change(model=dict(zip(("dtype", "attention", "matmul"), stored, strict=True)))
+    (config,) = eval_configs(read_line([f"policy={run}", *words.split()]))
+    model = config.model
+    assert (model.dtype, model.attention, model.matmul) == computed
+    assert not [problem for problem in check(config) if problem.startswith("model.")]
+    said = capsys.readouterr().err
+    assert ("warning: model." in said) == bool(left_out)
+    assert not left_out or f"warning: model.{left_out} of {run}, wh" in said
+
+
+def test_settings_of_ones_own_that_cannot_hold_are_refused(earlier):
+    run, change = earlier
+    change(model={"dtype": "bfloat16"})
+    (config,) = eval_configs(read_line([f"policy={run}", "model.matmul=onednn"]))
+    assert any(problem.startswith("model.matmul: got onednn") for problem in check(config))
 
 
 def test_the_papers_prompts_are_a_start_too(earlier):
