@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
 
@@ -22,7 +22,7 @@ _SOURCES = (*(f"task.data.{split}" for split in SPLITS), "task.corpus", "algo.fi
 _NO_FILES = (MINI, GENERATED, "paper", "plain")
 """Values of these keys that name no file, whatever lies in the current folder."""
 _WHOLE = 2**28
-"""Bytes of the largest file that is read whole; of a larger one, its size and blocks of as many bytes together."""
+"""Bytes up to which the files of a setting are read whole; of larger ones, their sizes and blocks of as many bytes."""
 _BLOCKS = 256
 
 
@@ -51,7 +51,8 @@ def _digest(key: str, value: str) -> str:
     """Return a digest of the names and the contents of the files of a setting; empty where there are none."""
     with suppress(DataError, OSError):  # said where they are read
         paths = _paths(key, value)
-        digests = map_threaded(_content, paths)
+        total = sum(path.stat().st_size for path in paths)
+        digests = map_threaded(partial(_content, total=total), paths)
         lines = (f"{path.name} {digest}\n" for path, digest in zip(paths, digests, strict=True))
         return sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest() if paths else ""
     return ""
@@ -66,18 +67,19 @@ def _paths(key: str, value: str) -> list[Path]:
     return Source(key, value).files(key.rpartition(".")[2] if key.startswith("task.data.") else "train")
 
 
-def _content(path: Path) -> str:
+def _content(path: Path, total: int) -> str:
     facts = path.stat()
-    return _content_of(path, facts.st_size, facts.st_mtime_ns)
+    share = facts.st_size if total <= _WHOLE else _WHOLE * facts.st_size // total
+    return _content_of(path, facts.st_size, facts.st_mtime_ns, share)
 
 
 @cache  # a set looks at the same files for each of its runs
-def _content_of(path: Path, size: int, changed: int) -> str:
-    if size <= _WHOLE:
+def _content_of(path: Path, size: int, changed: int, share: int) -> str:
+    if share == size:
         return file_digest(path)
-    content = sha256(str(size).encode())
+    content, blocks = sha256(str(size).encode()), max(1, _BLOCKS * share // _WHOLE)
     with open(path, "rb") as file:
-        for number in range(_BLOCKS):
-            file.seek(size * number // _BLOCKS)
-            content.update(file.read(_WHOLE // _BLOCKS))
+        for number in range(blocks):
+            file.seek(size * number // blocks)
+            content.update(file.read(share // blocks))
     return content.hexdigest()

@@ -85,6 +85,11 @@ def launched() -> int | None:
     return int(world) if world.isdigit() and "RANK" in os.environ else None
 
 
+def leads() -> bool:
+    """Return True in the main process of those that a launcher started, and without a launcher, before they join."""
+    return launched() is None or os.environ["RANK"] == "0"
+
+
 def join(expected: int, device: str) -> Processes:
     """Meet the other processes of the run.
 

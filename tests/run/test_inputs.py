@@ -6,8 +6,11 @@ from pathlib import Path
 import pytest
 
 from mmrl.cli import main
+from mmrl.config import StageConfig
+from mmrl.errors import CheckpointError
 from mmrl.run import inputs
 from mmrl.run.inputs import changed_inputs, inputs_of
+from mmrl.run.settle import refuse_edits, stored_config
 from mmrl.store.rundir import RunDir
 
 
@@ -75,6 +78,35 @@ def test_of_a_large_file_size_and_blocks_all_over_it_are_read(monkeypatch):
     # blocks of 1,024 bytes begin at 0, 4,096, 8,192 and 12,288
     for place, seen in ((0, True), (9000, True), (2000, False)):
         assert bool(edited(record, file, f"{text[:place]}b{text[place + 1 :]}")) is seen, place
+
+
+def test_of_many_files_no_more_is_read_than_of_a_large_one(monkeypatch):
+    monkeypatch.setattr(inputs, "_WHOLE", 2**12)
+    monkeypatch.setattr(inputs, "_BLOCKS", 4)
+    Path("corpus").mkdir()
+    shards, text = [Path(f"corpus/{name}.jsonl") for name in "abcd"], "a" * 2**12
+    for shard in shards:
+        shard.write_text(text)
+    record = inputs_of(config(task={"corpus": "corpus"}))
+    assert edited(record, shards[3], text + "a")
+    # 1,024 bytes of each of four files of 4,096
+    for shard in shards:
+        for place, seen in ((1023, True), (1024, False)):
+            assert bool(edited(record, shard, f"{text[:place]}b{text[place + 1 :]}")) is seen, (shard, place)
+
+
+def test_under_a_launcher_the_main_process_alone_looks(monkeypatch):
+    Path("p.yaml").write_text("{}")
+    assert main(["train", "run.dir=run", "hardware=cpu", "task.prompts=p.yaml"]) == 0
+    Path("p.yaml").write_text("{ }")
+    run = RunDir.read("run")
+    stored = stored_config(run.path, StageConfig)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    refuse_edits(run.path, stored)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(CheckpointError, match=r"task\.prompts=p\.yaml; put it back"):
+        refuse_edits(run.path, stored)
 
 
 def test_a_run_goes_on_with_the_files_that_it_was_started_with(capsys, errors_of):
