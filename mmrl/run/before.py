@@ -5,6 +5,7 @@ What cannot be told to be the same is evaluated anew, and a line says why: all t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -13,10 +14,11 @@ from mmrl.config import RlRunConfig, StageConfig, schema_of, validate_stored
 from mmrl.config.base import MINI, flattened
 from mmrl.errors import CheckpointError, ConfigError, DataError, located
 from mmrl.records import Example
+from mmrl.run.inputs import KEYS, changed_inputs
 from mmrl.run.settle import code_outside, config_changes, packages_of
 from mmrl.store.machine import describe_environment
 from mmrl.store.rundir import RunDir, example_line
-from mmrl.system.files import atomic_write, plain
+from mmrl.system.files import atomic_write, plain, user_path
 
 _OTHERS = ("algo.", "train.", "eval.every", "eval.bootstrap", "model.selfcheck")
 """Settings that no evaluation before training depends on; rewards depend on the algorithm, which is looked at apart."""
@@ -86,6 +88,8 @@ def before_differences(config: StageConfig, folder: Path) -> list[str]:
     texts += [f"{what} are others" for name, what in _VERSIONS.items() if run.environment.get(name) != here[name]]
     code = code_outside(settled, packages_of(settled), program=True)
     texts += [f"{setting} is code that may have changed" for setting in code]
+    changed = (setting for setting in changed_inputs(run.environment) if not setting.startswith(_OTHERS))
+    texts += [f"{setting} has other content now" for setting in changed]
     made = results.stat().st_mtime
     texts += [f"{path} has changed since" for path in _files(config) if _changed(path) > made]
     return failed + texts
@@ -103,12 +107,13 @@ def _turn_sets(config: StageConfig) -> tuple[object, ...]:
 
 
 def _files(config: StageConfig) -> Iterator[Path]:
-    """Yield the files and folders that the sections of model and task name, and the files in these."""
+    """Yield the files and folders, too large to know by content, that model and task name, and the files in these."""
     for name, section in (("model", config.model), ("task", config.task)):
-        for value in flattened({name: section.model_dump(mode="json")}).values():
+        for key, value in flattened({name: section.model_dump(mode="json")}).items():
             for text in value if isinstance(value, list | tuple) else [value]:
-                if isinstance(text, str) and text and len(text) < 1000 and (path := Path(text)).exists():
-                    yield path
+                # not `Path.exists`, which raises for a text that is too long for a path
+                if key not in KEYS and isinstance(text, str) and text and os.path.exists(os.path.expanduser(text)):
+                    yield (path := user_path(text))
                     yield from (file for file in path.rglob("*") if file.is_file())
 
 

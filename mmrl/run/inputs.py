@@ -19,6 +19,8 @@ from mmrl.tasks.data.rows import Source
 
 _FILES = ("task.prompts", "task.labels", "model.chat_template")
 _SOURCES = (*(f"task.data.{split}" for split in SPLITS), "task.corpus", "algo.file")
+KEYS = (*_FILES, *_SOURCES)
+"""Keys whose files are known by content."""
 _NO_FILES = (MINI, GENERATED, "paper", "plain")
 """Values of these keys that name no file, whatever lies in the current folder."""
 _WHOLE = 2**28
@@ -28,7 +30,7 @@ _BLOCKS = 256
 
 def inputs_of(config: Mapping[str, object]) -> dict[str, str]:
     """Return `KEY=VALUE` -> digest of the files behind it, for each key of a config that names local files."""
-    values = {key: value_at(config, key) for key in (*_FILES, *_SOURCES)}
+    values = {key: value_at(config, key) for key in KEYS}
     found = {
         f"{key}={value}": _digest(key, value)
         for key, value in values.items()

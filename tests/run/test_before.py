@@ -157,6 +157,19 @@ def test_what_has_changed_since_is_evaluated(first, random_model, tmp_path, caps
     assert says in message, message
 
 
+def test_files_that_are_known_by_content_may_be_newer_but_not_others(random_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    donor, prompts = tmp_path / "donor", tmp_path / "p.yaml"
+    prompts.write_text("{}")
+    words = [*STEPS, "task.prompts='~/p.yaml'"]
+    assert main(command(random_model, donor, "algo=mhgpo_rr", *words)) == 0
+    config = settle(planned(command(random_model, tmp_path, "algo=grpo", *words), tmp_path).config).config
+    prompts.touch()
+    assert before_differences(config, donor) == []
+    prompts.write_text("{ }")
+    assert before_differences(config, donor) == ["task.prompts=~/p.yaml has other content now"]
+
+
 def test_code_that_may_have_changed_evaluates(first, random_model, tmp_path, capsys, monkeypatch):
     (tmp_path / "code_of_before.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
