@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -405,7 +406,7 @@ def plan(context: typer.Context, as_json: JsonFlag = False) -> None:
     from mmrl.commands.plan import PlanArguments, planned
 
     line = overrides.read_line(context.args, command_keys=("from", *PlanArguments.model_fields), single="mmrl plan")
-    config, arguments = configs.with_section(line, PlanArguments, configs.train_configs)
+    config, arguments = configs.with_section(line, PlanArguments, partial(configs.train_configs, trains=False))
     print(planned(config, arguments, as_json=as_json))
 
 
@@ -433,7 +434,7 @@ def doctor(context: typer.Context, as_json: JsonFlag = False) -> int:
     from mmrl.config import RlRunConfig
 
     line = overrides.read_line(context.args, command_keys=("from", "examples"), single="mmrl doctor")
-    config, arguments = configs.with_section(line, DoctorArguments, configs.train_configs)
+    config, arguments = configs.with_section(line, DoctorArguments, partial(configs.train_configs, trains=False))
     if not isinstance(config, RlRunConfig):
         raise ConfigError(f"algo: got {config.algo.name}, and mmrl doctor looks at one stage of reinforcement learning")
     from mmrl.run.check import check_all

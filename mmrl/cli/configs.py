@@ -31,9 +31,13 @@ Command = Literal["train", "eval"]
 ConfigT = TypeVar("ConfigT", bound=RootConfig)
 
 
-def train_configs(line: CommandLine) -> list[StageConfig]:
-    """Return the config of every job of `mmrl train`, validated; the problems of all jobs together, each once."""
-    return cast("list[StageConfig]", _configs("train", line))
+def train_configs(line: CommandLine, trains: bool = True) -> list[StageConfig]:
+    """Return the config of every job of `mmrl train`, validated; the problems of all jobs together, each once.
+
+    Args:
+        trains: False for a command that only looks at them, and so need not sweep what a file says is swept.
+    """
+    return cast("list[StageConfig]", _configs("train", line, trains=trains))
 
 
 def eval_configs(line: CommandLine) -> list[EvalRunConfig]:
@@ -41,7 +45,7 @@ def eval_configs(line: CommandLine) -> list[EvalRunConfig]:
     stray = sorted({key for key in line.keys if key.partition(".")[0] in ("train", "algo")})
     # The composed config cannot tell: a `model=` brings `train.*` into an evaluation too (see `hydra._sections`).
     problems = [f"{key}: has no effect on mmrl eval; it is an option of mmrl train" for key in stray]
-    return cast("list[EvalRunConfig]", _configs("eval", line.without(stray), problems))
+    return cast("list[EvalRunConfig]", _configs("eval", line.without(stray), problems, trains=False))
 
 
 def print_config(command: Command, line: CommandLine) -> None:
@@ -56,11 +60,14 @@ def print_config(command: Command, line: CommandLine) -> None:
     if line.prints == "job":
         config: dict[str, Any] = composed(command, jobs[0], line.config_dir)
     else:
-        config = plain((train_configs if command == "train" else eval_configs)(line)[0].model_dump(mode="json"))
+        found = train_configs(line, trains=False) if command == "train" else eval_configs(line)
+        config = plain(found[0].model_dump(mode="json"))
     print(OmegaConf.to_yaml(OmegaConf.create(config)), end="")
 
 
-def _configs(command: Command, line: CommandLine, problems: Sequence[str] = ()) -> list[StageConfig | EvalRunConfig]:
+def _configs(
+    command: Command, line: CommandLine, problems: Sequence[str] = (), *, trains: bool
+) -> list[StageConfig | EvalRunConfig]:
     problems = [*problems]
     jobs = expand(line, problems)
     # Keys of a group whose choice is unknown cannot be judged: they belong to another schema.
@@ -69,19 +76,23 @@ def _configs(command: Command, line: CommandLine, problems: Sequence[str] = ()) 
     for job in jobs:
         wrong: list[str] = []
         with gathered(wrong):
-            valid.append(_config(command, line, job))
+            valid.append(_config(command, line, job, trains))
         problems += [problem for problem in wrong if not problem.startswith(unjudged)]
     refuse(dict.fromkeys(problems))
     return valid
 
 
-def configured(words: Sequence[str], config_dir: str | None = None) -> StageConfig:
+def configured(words: Sequence[str], config_dir: str | None = None, trains: bool = True) -> StageConfig:
     """Return the config that `mmrl train WORDS` would run with, before its cross-section checks.
+
+    Args:
+        trains: as in `train_configs`.
 
     Raises:
         ConfigError: every problem.
     """
-    return train_configs(replace(read_line(words, command_keys=("from",), once=False), config_dir=config_dir))[0]
+    line = replace(read_line(words, command_keys=("from",), once=False), config_dir=config_dir)
+    return train_configs(line, trains)[0]
 
 
 def set_config(command: Command, words: Sequence[str], config_dir: str | None) -> StageConfig | EvalRunConfig:
@@ -125,7 +136,7 @@ def audit_configs(
     start = [] if policy is None else [f"from={policy}"]
     for words in words_of_steps(line.words, algos, line.config_dir, problems).values():
         with gathered(problems):
-            rows.append(configured([*words, *start], line.config_dir))
+            rows.append(configured([*words, *start], line.config_dir, trains=False))
     problems = [re.sub("^from(?=: )", "policy", problem) for problem in problems]
     problems += [f"algo: {row.algo.name} gives calls no credit" for row in rows if not isinstance(row, RlRunConfig)]
     refuse(dict.fromkeys(problems))
@@ -134,14 +145,15 @@ def audit_configs(
 
 def swept(line: CommandLine, job: Job) -> None:
     """Let Hydra go through the jobs of a sweep of `mmrl train`, by any sweeper and launcher."""
-    through_hydra(line, lambda words: job(lambda: cast(StageConfig, _config("train", line, words))))
+    through_hydra(line, lambda words: job(lambda: cast(StageConfig, _config("train", line, words, True))))
 
 
-def _config(command: Command, line: CommandLine, job: Sequence[str]) -> StageConfig | EvalRunConfig:
+def _config(command: Command, line: CommandLine, job: Sequence[str], trains: bool) -> StageConfig | EvalRunConfig:
     """Return the config of a job, the one way from words to a config.
 
     Args:
         job: its overrides, one value for each key.
+        trains: as in `train_configs`.
 
     Raises:
         ConfigError: every problem.
@@ -150,6 +162,7 @@ def _config(command: Command, line: CommandLine, job: Sequence[str]) -> StageCon
     typed = list(map(key_of, job))
     # Where experiments are swept themselves, the sweeper reads no file of theirs.
     swept = line.multirun and not any(o.key_or_group == "experiment" and o.is_sweep_override() for o in line.overrides)
+    once = trains and not swept
     with_rows = [*line.keys, *typed, *row_keys(job, line.config_dir)]
     if "from" in line.command_keys:
         from mmrl.run.start import inherit, sections_of
@@ -159,9 +172,9 @@ def _config(command: Command, line: CommandLine, job: Sequence[str]) -> StageCon
         # What the choice of its model and task sets elsewhere holds here too.
         names = {group: value_at(sections, f"{group}.name") for group in ("model", "task")}
         choices = [f"{group}={name}" for group, name in names.items() if name in options(group, line.config_dir)]
-        raw = inherit(composed(command, [*choices, *job], line.config_dir, swept=swept), run, sections, with_rows)
+        raw = inherit(composed(command, [*choices, *job], line.config_dir, trained_once=once), run, sections, with_rows)
     else:
-        raw = composed(command, job, line.config_dir, swept=swept)
+        raw = composed(command, job, line.config_dir, trained_once=once)
     if command == "train":
         config: StageConfig | EvalRunConfig = _stage(raw, typed)
     else:

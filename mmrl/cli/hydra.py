@@ -56,14 +56,15 @@ OmegaConf.register_new_resolver("oc.env", _env, replace=True)
 
 
 def composed(
-    config_name: str, overrides: Sequence[str], config_dir: str | None = None, *, swept: bool = False
+    config_name: str, overrides: Sequence[str], config_dir: str | None = None, *, trained_once: bool = False
 ) -> dict[str, object]:
     """Compose one job into a plain mapping, interpolations resolved, without Hydra's own section.
 
     The packages that it names as `plugins` are imported: a task's own file may name its package.
 
     Args:
-        swept: a sweep runs it, with the `hydra:` section of its files.
+        trained_once: a run is trained by it, so a file that says what a sweep sweeps (`hydra:`) is refused; a command
+            that trains none passes over that.
 
     Raises:
         ConfigError: Hydra or OmegaConf could not compose it; their message, first line.
@@ -72,7 +73,7 @@ def composed(
         config = _composition(config_name, overrides, config_dir)
         sets = {"mode": config.hydra.mode is RunMode.MULTIRUN, "sweeper.params": _swept_params(config)}
         says = "a file sets it, and it holds in a sweep of one experiment alone: mmrl train -m"
-        refuse(f"hydra.{key}: {says}" for key, value in sets.items() if value and not swept)
+        refuse(f"hydra.{key}: {says}" for key, value in sets.items() if value and trained_once)
         sections = _sections(config_name, config)
         # Only now: the schema may be that of a plugin. Hydra alone would merge what is typed with what a file has.
         mappings = [override.key_or_group for override in parse(overrides, []) if isinstance(override.value(), dict)]

@@ -142,15 +142,23 @@ def test_a_job_that_a_launcher_loses_is_counted(quick, tmp_path, capsys):
     assert "sweep: 2 of 4 runs finished" in capsys.readouterr().err
 
 
-def test_a_sweep_in_a_file_is_refused_where_nothing_sweeps(quick, tmp_path, errors_of):
+def test_a_sweep_in_a_file_is_refused_where_a_run_is_trained_without_it(quick, tmp_path, errors_of, capsys):
     own_sweep(tmp_path, GRID)
     (tmp_path / "conf/experiment/other.yaml").write_text("# @package _global_\nseed: 3\n")
-    for words in (["train"], ["plan"], ["train", "-m"]):
+    for words in (["train"], ["compare"], ["train", "-m"]):
         told = errors_of(*words, "algo=grpo", "experiment=mine,other" if "-m" in words else "experiment=mine")
         assert (
             "hydra.sweeper.params: a file sets it, and it holds in a sweep of one experiment alone: mmrl train -m"
             in told
         )
+    capsys.readouterr()
+    for words in (
+        ["plan", "algo=grpo"],
+        ["train", "--cfg", "full", "algo=grpo"],
+        ["eval", "policy=tiny", "--cfg", "job"],
+    ):
+        assert main([*words, "experiment=mine"]) == 0, capsys.readouterr().err
+    assert "seed: 0" in capsys.readouterr().out, "the file's sweep is passed over"
     own_sweep(tmp_path, "hydra: {mode: MULTIRUN}")
     assert "error: hydra.mode: a file sets it" in errors_of("train", "experiment=mine")
 
