@@ -15,9 +15,12 @@ import io
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from pydoc import locate
-from typing import TypeAlias, get_args, get_origin
+from types import UnionType
+from typing import Annotated, TypeAlias, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -217,7 +220,10 @@ def values(field: FieldInfo) -> str:
 
 def type_name(field: FieldInfo) -> str:
     """Write a type in words."""
-    text = str(field.annotation).replace("typing.", "")
+    # what is said about a type beside it is none of its words
+    bare = [get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in get_args(field.annotation)]
+    annotated = get_origin(field.annotation) in (Union, UnionType) and bare != [*get_args(field.annotation)]
+    text = str(reduce(or_, bare) if annotated else field.annotation).replace("typing.", "")
     if isinstance(field.annotation, type):
         text = field.annotation.__name__
     text = re.sub(r"mmrl\.config\.[\w.]+", _keys_of, text)

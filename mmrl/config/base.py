@@ -44,8 +44,8 @@ def _joined(value: object) -> object:
     return ",".join(value)
 
 
-UserFolder = Annotated[str, AfterValidator(os.path.expanduser)]
-"""Folder that a user types; `~` is the home folder, which a shell does not put in behind a `=`."""
+PathText = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
+"""Text that may be a path; `~` is the home folder, which a shell does not put in behind a `=`."""
 Sources = Annotated[str | None, BeforeValidator(_joined)]
 """Sources of data, as `tasks.data.rows` reads them."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date
@@ -11,7 +10,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, PrivateAttr, SerializeAsAny, ValidationInfo, field_validator
 
 from mmrl.config.algo import ALGO_SCHEMAS, AlgoConfig
-from mmrl.config.base import MethodConfig, Section, Temperature, UserFolder, by_name, value_at
+from mmrl.config.base import MethodConfig, PathText, Section, Temperature, by_name, value_at
 from mmrl.config.engines import ENGINE_SCHEMAS, EngineConfig
 from mmrl.config.prompts import PROMPT_SCHEMAS, PromptConfig
 from mmrl.config.sft import SFT, SftConfig
@@ -198,7 +197,7 @@ WITH_PROJECTS = ("wandb", "mlflow", "comet_ml", "trackio", "clearml", "swanlab")
 class RunConfig(Section):
     """Storage of a run, and the trackers that get its metrics."""
 
-    dir: str | None = Field(None, min_length=1, description="null: outputs/<task>/<algo>/<date_time>_s<seed>")
+    dir: PathText | None = Field(None, description="null: outputs/<task>/<algo>/<date_time>_s<seed>")
     name: str | None = Field(None, description="shown in reports; null: <algo>-<task>-s<seed>")
     report_to: tuple[TrackerName, ...] = Field((), description="trackers that get the metrics too")
     report_calls: int = Field(
@@ -219,20 +218,14 @@ class RunConfig(Section):
     )
     tags: tuple[str, ...] = Field((), description="wandb: labels of the run; []: WANDB_TAGS")
     progress: bool | None = Field(None, description="live display; false: plain lines; null: live in a terminal")
-    before: str | None = Field(
+    before: PathText | None = Field(
         None,
-        min_length=1,
         description="a run whose evaluation before training is this one's too; where anything is not or may not "
         "be the same, a line says so and it is evaluated",
     )
     doctor: Literal["auto"] | bool = Field(
         "auto", description="play a few examples before training and say what is wrong; auto: before runs on GPUs"
     )
-
-    @field_validator("dir", "before")
-    @classmethod
-    def _at_home(cls, folder: str | None) -> str | None:
-        return None if folder is None else os.path.expanduser(folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +287,7 @@ class RootConfig(Section):
 class StartConfig(Section):
     """The policy that a run has started from (`from=RUN`), by its content."""
 
-    run: UserFolder = Field(description="run directory as on the command line")
+    run: PathText = Field(description="run directory as on the command line")
     weights: str | None = Field(None, description="SHA-256 of its checkpoint's list of files; null: none were trained")
     prompts: str | None = Field(None, description="SHA-256 of its prompts; null: the task's own")
 
@@ -349,7 +342,7 @@ class EvalRunConfig(RootConfig):
     """`mmrl eval`."""
 
     refusal: ClassVar[str] = "this is a run of mmrl eval; continue it with: mmrl eval resume={folder}"
-    policy: UserFolder = Field(
+    policy: PathText = Field(
         description="a run directory, a checkpoint, an adapter, a model folder, `tiny`, or a hub id"
     )
     split: Literal["train", "dev", "test"] = Field("dev", description="whose examples are evaluated")

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from mmrl.config.base import Section, UserFolder
+from mmrl.config.base import PathText, Section
 from mmrl.errors import ConfigError, Stopped, gathered, print_error, refuse, unknown
 from mmrl.report.overview import damage_named, find_runs
 from mmrl.run.check import check_all
@@ -44,7 +44,7 @@ class RunKeys(Section):
     jobs: int = Field(1, ge=1, description="runs at once")
     through: str | None = Field(None, description="a command that starts each run")
     do: Literal["run", "plan", "show"] = "run"
-    out: UserFolder | None = Field(None, description="folder of the page; null: one below outputs/sets")
+    out: PathText | None = Field(None, description="folder of the page; null: one below outputs/sets")
 
     @field_validator("through")
     @classmethod

@@ -4,6 +4,7 @@ import pytest
 
 from mmrl.cli import main
 from mmrl.cli.configs import configured
+from mmrl.config.schema import RunConfig, StartConfig
 from mmrl.sets.command import RunKeys
 from mmrl.store.policy import write_policy
 from mmrl.store.rundir import RunDir
@@ -78,4 +79,9 @@ def test_a_tilde_behind_a_key_is_the_home_folder(monkeypatch, tmp_path, errors_o
         assert f"{home}/runs/a has no checkpoint yet" in errors_of(*words)
     assert f"{home}/runs/b: no such run directory" in errors_of("eval", "resume=~/runs/b")
     assert RunKeys(out="~/page").out == f"{home}/page"
+    start = StartConfig(run="~/a").run
+    run = RunConfig(dir="~/b", before="~/c")
+    assert [start, run.dir, run.before] == [f"{home}/{name}" for name in "abc"]
+    for words in (["eval", "policy=''"], ["train", "run.before=''"], ["train", "run.dir=''"]):
+        assert "got '', expected to have at least 1 character" in errors_of(*words)
     assert {path.name for path in tmp_path.iterdir()} == {"home"}
