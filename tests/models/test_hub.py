@@ -12,6 +12,7 @@ from mmrl.errors import ConfigError
 from mmrl.models import hub
 from mmrl.models.hub import encoder_problems
 from mmrl.models.load import load_tokenizer
+from mmrl.retrieval.index_folder import FORMATS
 from mmrl.retrieval.select import retriever_problems
 from tests.helpers.servers import Scripted, serving
 
@@ -57,7 +58,11 @@ def test_no_index_is_begun_without_its_encoder_nor_opened(tmp_path, away, capsys
     assert [path.name for path in tmp_path.iterdir()] == ["corpus.jsonl"]
     assert main([*build[:4]]) == 0
     info = json.loads((index / "index.json").read_text())
-    moved = info | {"kind": "dense", "settings": {"model": "/gone", "encoder": "e5", "faiss": "flat"}}
+    moved = info | {
+        "kind": "dense",
+        "format": FORMATS["dense"],
+        "settings": {"model": "/gone", "encoder": "e5", "faiss": "flat"},
+    }
     (index / "index.json").write_text(json.dumps(moved))
     assert main(["serve-retriever", f"index={index}"]) == 2
     assert "index: its encoder: '/gone': no such folder" in capsys.readouterr().err
