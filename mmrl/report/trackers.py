@@ -226,6 +226,7 @@ def _started(
     # What is given to wandb wins over its variables, which are to hold where the config says nothing.
     variables = os.environ if tracker == "wandb" else {}
     name = settings.name or variables.get("WANDB_NAME") or name
+    group = settings.group or variables.get("WANDB_RUN_GROUP") or group
     project = settings.wandb_project or variables.get("WANDB_PROJECT") or "mmrl"
     folder = str(run.path)
     options: dict[str, object] = {}
@@ -235,8 +236,7 @@ def _started(
         if not id_file.exists():
             id_file.write_text(secrets.token_hex(4))
         options = {"name": name, "dir": folder, "id": id_file.read_text().strip(), "resume": "allow"}
-        options |= {"mode": wandb_mode(run.path)[0], "tags": list(settings.tags) or None}
-        options["group"] = settings.group or os.environ.get("WANDB_RUN_GROUP") or group
+        options |= {"mode": wandb_mode(run.path)[0], "group": group, "tags": list(settings.tags) or None}
         # wandb would else wrap standard output and print its own banner.
         options["settings"] = {"console": "off", "silent": True}
     elif tracker == "tensorboard":

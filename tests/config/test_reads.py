@@ -166,6 +166,7 @@ HELD = {
     "rl hardware.ray.max_failures": "tests/ray/test_ray_runs.py::"
     "test_a_process_lost_too_often_ends_the_run_which_can_go_on",
     "* run.tags": "tests/report/test_trackers.py::test_wandb_gets_group_and_tags",
+    "[ps]* run.group": "tests/report/test_trackers.py::test_wandb_gets_group_and_tags",
     "[ps]* run.wandb_project": "tests/report/test_trackers.py::test_wandb_gets_group_and_tags",
     "engine.vllm_server gpu_memory": "tests/engines/test_server.py::test_how_the_server_is_started",
     "engine.vllm_colocated *": "tests/engines/test_colocated.py::test_vllm_is_started_as_the_section_says",

@@ -14,6 +14,7 @@ from mmrl.errors import ConfigError
 from mmrl.run.check import check
 from mmrl.sets.spec import SetSpec
 from mmrl.sets.words import read_set, set_folders, set_names, words_of
+from tests.helpers.servers import Scripted, serving
 
 WORDS = Path(__file__).parent / "words.json.gz"
 SETS = {name: read_set(SetSpec, name, set_folders()) for name in set_names(set_folders())}
@@ -36,7 +37,9 @@ def test_no_run_of_a_shipped_set_is_refused(name, data_dir, monkeypatch):
     monkeypatch.setenv("MMRL_DATA", str(data_dir))
     spec = SETS[name]
     words = {f"{row} on {column}": words_of(spec, row, column) for row, column in spec.pairs}
-    found = {pair: check(set_config("train", said, None)) for pair, said in words.items()}
+    with serving(lambda seen: Scripted({"data": []})) as (url, _):  # the model that writes prompts, where there is one
+        monkeypatch.setenv("MMRL_PROMPT_MODEL", f"{url}/v1")
+        found = {pair: check(set_config("train", said, None)) for pair, said in words.items()}
     assert not {pair: problems for pair, problems in found.items() if problems}
 
 
