@@ -401,11 +401,16 @@ def name_in_whole(model: ModelConfig) -> Callable[[str], str] | None:
     """Return what turns the name of a weight of the text part into that in the whole model that `config.json` is of.
 
     None where the names are equal: a config of text alone, or a class that is loaded whole.
+
+    Raises:
+        ConfigError: it has the part under names that are not known.
     """
     config, _ = load_configs(model)
     if (text := config.get_text_config()) is config:
         return None
     # Not above: these load torch, which an evaluation by a server has no other use for.
+    import torch
+    import transformers
     from transformers import AutoModelForCausalLM
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
@@ -415,13 +420,23 @@ def name_in_whole(model: ModelConfig) -> Callable[[str], str] | None:
     # What transformers does to a file's names as it loads the part, backwards, as where it saves the part's weights.
     loading = get_checkpoint_conversion_mapping(text.model_type) or []
     saving = [change.reverse_transform() for change in loading if getattr(change, "prefix_to_remove", None)]
+    if not saving:  # Llama 4: the whole has a model of the part's class in it
+        (arch,) = config.architectures or ()
+        whole: Any = getattr(transformers, arch)
+        with quiet(), torch.device("meta"):
+            parts = whole(config).named_modules()
+        inside = next((name for name, part in parts if type(part) is kind), None)
+        if inside is None:
+            says = f"vLLM loads all of {whole.__name__}, which has no {kind.__name__} in it; use engine=transformers"
+            raise ConfigError(f"model.path: {model.path}: {says}")
+        return lambda name: f"{inside}.{name}"
 
     def renamed(name: str) -> str:
         for change in saving:
             name, _ = change.rename_source_key(name)
         return name
 
-    return renamed if saving else None
+    return renamed
 
 
 def processor_files(model: ModelConfig, config: PreTrainedConfig) -> tuple[Path, ...]:

@@ -18,7 +18,12 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoConfig, Qwen3_5ForConditionalGeneration
+from transformers import (
+    AutoConfig,
+    Llama4ForCausalLM,
+    Llama4ForConditionalGeneration,
+    Qwen3_5ForConditionalGeneration,
+)
 
 from mmrl import engines
 from mmrl.cli import main
@@ -27,7 +32,7 @@ from mmrl.config.engines import VllmColocatedConfig
 from mmrl.engines import Completion, EngineSetup, Request, Sampling
 from mmrl.engines.vllm.colocated import VllmColocatedEngine
 from mmrl.errors import ConfigError, EngineFailure, SyncFailure
-from mmrl.models.load import load_model, load_tokenizer
+from mmrl.models.load import load_model, load_tokenizer, name_in_whole
 from mmrl.run.launch import hardware_problems
 from tests.helpers.hybrids import SIZES as HYBRID
 from tests.helpers.runs import command
@@ -203,6 +208,33 @@ def test_an_adapter_of_a_text_part_is_pushed_by_the_names_of_the_whole(
     layers = {name.rpartition(".lora_")[0].removeprefix("base_model.model.") for name in names}
     assert len(layers) == 3
     assert layers <= dict(whole.named_modules()).keys()
+
+
+def text_of(kind: str, arch: str, folder: Path, **text: Any) -> Any:
+    """The config of a small model of images, in a folder without weights."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 300, "pad_token_id": 0}
+    config = AutoConfig.for_model(kind, text_config=sizes | text)
+    config.architectures = [arch]
+    config.save_pretrained(folder)
+    return config
+
+
+def test_the_whole_may_have_a_model_of_the_parts_class_in_it(tmp_path: Path) -> None:
+    """Llama 4's text part, whose names transformers' conversions do not mention."""
+    experts = {"intermediate_size_mlp": 32, "num_local_experts": 2, "head_dim": 16}
+    config = text_of("llama4", "Llama4ForConditionalGeneration", tmp_path, **experts)
+    rename = name_in_whole(ModelConfig(name="whole", path=str(tmp_path)))
+    assert rename is not None
+    with torch.device("meta"):
+        whole, part = Llama4ForConditionalGeneration(config), Llama4ForCausalLM(config.text_config)
+    assert {rename(name) for name, _ in part.named_parameters()} <= dict(whole.named_parameters()).keys()
+
+
+def test_a_whole_without_the_parts_class_is_refused(tmp_path: Path) -> None:
+    text_of("mllama", "MllamaForConditionalGeneration", tmp_path, cross_attention_layers=[1])
+    with pytest.raises(ConfigError, match="which has no MllamaForCausalLM in it; use engine=transformers"):
+        name_in_whole(ModelConfig(name="whole", path=str(tmp_path)))
 
 
 def test_weights_are_not_served_beside_prefixes_of_those_before(

@@ -61,6 +61,16 @@ def changed(task, **attributes):
     return config, made
 
 
+def searched(folder, task, answer, monkeypatch):
+    """A stage that has run to its end, and what the display noted."""
+    notes: list[str] = []
+    stage = prompt_stage(folder, task, ScriptedEngine(answer), "miprov2", **MIPRO)
+    monkeypatch.setattr(stage.log.progress, "note", notes.append)
+    with stage.rundir:
+        stage.result = stage.search()
+    return stage, notes
+
+
 def test_rows_of_a_file_may_be_sorted(tmp_path):
     """As Banking77's official one by intent: prompts would be chosen by the last intent alone."""
     file = tmp_path / "sorted.csv"
@@ -195,11 +205,7 @@ def test_trials_in_which_every_rollout_fails_ring_an_alarm_with_a_reply(tmp_path
         shown = proposal(messages, seed) is None and any(m["role"] == "assistant" for m in messages)
         return "no field \x1b[31m at all" if shown else answer(messages, temperature, seed)
 
-    notes: list[str] = []
-    stage = prompt_stage(tmp_path / "run", task, ScriptedEngine(lost_by_demonstrations), "miprov2", **MIPRO)
-    monkeypatch.setattr(stage.log.progress, "note", notes.append)
-    with stage.rundir:
-        stage.result = stage.search()
+    stage, notes = searched(tmp_path / "run", task, lost_by_demonstrations, monkeypatch)
     trials = lines(tmp_path / "run" / "prompts" / "trials.jsonl")
     lost = [trial for trial in trials if trial["failed"] == {"parse": trial["items"]}]
     assert 1 < len(lost) == stage.unusable < len(trials) and trials[0] not in lost
@@ -340,11 +346,7 @@ def test_a_description_that_the_prompt_model_does_not_give_is_noted(tmp_path, ta
         *_, last = messages[-1]["content"].split("Respond with")
         return Cut("I wonder") if f"[[ ## {asked} ## ]]" in last else answer(messages, temperature, seed)
 
-    notes: list[str] = []
-    stage = prompt_stage(tmp_path / "run", task, ScriptedEngine(cut), "miprov2", **MIPRO)
-    monkeypatch.setattr(stage.log.progress, "note", notes.append)
-    with stage.rundir:
-        stage.result = stage.search()
+    stage, notes = searched(tmp_path / "run", task, cut, monkeypatch)
     proposals = lines(tmp_path / "run" / "prompts" / "proposals.jsonl")
     missing = [one["problem"] for one in proposals if one["module"] is None]
     assert {problem.split(":")[0] for problem in missing} == {name}
