@@ -421,8 +421,8 @@ def name_in_whole(model: ModelConfig) -> Callable[[str], str] | None:
     loading = get_checkpoint_conversion_mapping(text.model_type) or []
     saving = [change.reverse_transform() for change in loading if getattr(change, "prefix_to_remove", None)]
     if not saving:  # Llama 4: the whole has a model of the part's class in it
-        (arch,) = config.architectures or ()
-        whole: Any = getattr(transformers, arch)
+        architectures: Any = config.architectures  # without any, vLLM does not start
+        whole: Any = getattr(transformers, architectures[0])
         with quiet(), torch.device("meta"):
             parts = whole(config).named_modules()
         inside = next((name for name, part in parts if type(part) is kind), None)
