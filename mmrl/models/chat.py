@@ -10,7 +10,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import takewhile
 from string import punctuation
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary, ref
 from mmrl.errors import RequestFailure
 from mmrl.models.encode import Encoder
 from mmrl.models.template import USER, Messages, Template, Tools
+from mmrl.system.growing_text import GrowingText
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -260,29 +261,9 @@ def marked(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> bool:
     return inside or begins_with_thoughts(tokenizer)
 
 
-class GrowingText:
-    """Decodes token ids one by one; the parts together are the beginning of what `decode_text` gives for all."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.text = ""
-        self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        # Text is decoded from a token before the new ones on: some tokenizers drop a space at the left edge.
-        self._context, self._decoded = 0, 0
-        self._parts = False
-
-    def add(self, token: int) -> str:
-        """Add a token. Returns the text that is new with it: empty inside of a character, and within marked parts."""
-        self._ids.append(token)
-        # What is text so far may be thoughts: which part is the reply is known when it is complete.
-        self._parts = self._parts or marked(self._tokenizer, [token])
-        before = decode_text(self._tokenizer, self._ids[self._context : self._decoded])
-        after = decode_text(self._tokenizer, self._ids[self._context :])
-        if self._parts or len(after) <= len(before) or after.endswith("\ufffd"):  # half of a character
-            return ""
-        self._context, self._decoded = self._decoded, len(self._ids)
-        self.text += after[len(before) :]
-        return after[len(before) :]
+def growing_text(tokenizer: PreTrainedTokenizerBase) -> GrowingText:
+    """Return what decodes a reply token by token, as `decode_text` does, as far as it has no marked parts."""
+    return GrowingText(partial(decode_text, tokenizer), lambda token: marked(tokenizer, [token]))
 
 
 class _Renderer:

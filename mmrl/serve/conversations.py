@@ -16,6 +16,7 @@ from typing import Any
 from mmrl.records import Reply
 from mmrl.serve.front import Answer, Finished, until_stop
 from mmrl.serve.protocol import ChatRequest
+from mmrl.system.growing_text import GrowingText
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -112,7 +113,7 @@ class Conversations:
         if parsed.logprobs:
             ids = reply.context[len(reply.context) - reply.tokens :]
             values = reply.logprobs or ()
-            logprobs = list(zip(token_texts(self._decode, ids), values, strict=False))
+            logprobs = list(zip(texts_added(self._decode, ids), values, strict=False))
         return Answer(
             text=text,
             stop=stop,
@@ -123,23 +124,15 @@ class Conversations:
         )
 
 
-LONGEST_WAIT = 8
-"""Tokens without text, special ones or parts of a character, behind which text is decoded anew."""
-
-
-def token_texts(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> list[str]:
+def texts_added(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> list[str]:
     """Return what each token adds to the text of those before: alone, some would lose a space or half a character.
 
     A character that several tokens spell is the last one's.
     """
-    texts, context, done = list[str](), 0, 0
-    for end in range(1, len(ids) + 1):
-        # From a token before the new ones on: some tokenizers drop a space at the left edge.
-        before, after = decode(ids[context:done]), decode(ids[context:end])
-        half = after.endswith("\ufffd") and end < len(ids)
-        texts.append("" if half else after[len(before) :])
-        if texts[-1] or end - done > LONGEST_WAIT:
-            context, done = done, end
+    growing = GrowingText(decode)
+    texts = [growing.add(token) for token in ids]
+    if texts:
+        texts[-1] += decode(ids)[len(growing.text) :]
     return texts
 
 

@@ -21,7 +21,7 @@ from typing_extensions import override
 from mmrl import rng
 from mmrl.engines.base import Completion, Engine, Request, Sampling
 from mmrl.errors import LengthFailure, RequestFailure
-from mmrl.models.chat import GrowingText, decode_text, render_observation, render_prompt, template_of
+from mmrl.models.chat import decode_text, growing_text, render_observation, render_prompt, template_of
 from mmrl.models.replies import callable_tools, message_of, reads_thoughts
 from mmrl.models.template import Messages, Tools
 from mmrl.records import Reply
@@ -256,7 +256,7 @@ class _Running(Running):
 
     async def pieces(self) -> AsyncIterator[str]:
         """Yield the text in parts, as tokens come; together they are the answer's."""
-        growing, stops, sent = GrowingText(self._policy.tokenizer), self.parsed.stops, 0
+        growing, stops, sent = growing_text(self._policy.tokenizer), self.parsed.stops, 0
         # So many characters may be the beginning of a stop string, which must not be sent.
         held = max((len(stop) for stop in stops), default=1) - 1
         while (token := await self._new.get()) is not None:

@@ -13,7 +13,7 @@ from dspy.utils.saving import cloudpickle
 
 from mmrl.config import ModelConfig
 from mmrl.engines.base import Completion, Engine
-from mmrl.models.chat import GrowingText, decode_text, encode_text
+from mmrl.models.chat import decode_text, encode_text, growing_text
 from mmrl.models.load import load_tokenizer
 from mmrl.rollout.dspy.policy_lm import PolicyLM, ServedPolicy, as_trained
 from mmrl.rollout.dspy.structure import Structure
@@ -102,7 +102,7 @@ def test_a_listener_that_leaves_ends_the_request(lm, way):
 
 
 def test_growing_text_holds_halves_of_characters_back():
-    growing, ids = GrowingText(TOKENIZER), encode_text(TOKENIZER, TEXT)
+    growing, ids = growing_text(TOKENIZER), encode_text(TOKENIZER, TEXT)
     parts = [growing.add(token) for token in ids]
     assert "".join(parts) == growing.text == decode_text(TOKENIZER, ids) == TEXT
     assert not any("\ufffd" in part for part in parts)

@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from mmrl.serve.conversations import token_texts
+from mmrl.serve.conversations import texts_added
 from mmrl.serve.policy import ServedPolicy, make_app
 from mmrl.serve.protocol import ChatRequest, CompletionRequest, Refused, parse_request
 from mmrl.serve.routes import DIALECTS
@@ -145,7 +145,7 @@ def test_tokens_keep_the_space_that_alone_they_lose() -> None:
     words.add_special_tokens(["</s>"])
     words.decoder = decoders.Metaspace()
     assert words.decode([1]) == "the"
-    texts = token_texts(lambda ids: str(words.decode(list(ids))), [0, 4, 1, 2, 3, 4])
+    texts = texts_added(lambda ids: str(words.decode(list(ids))), [0, 4, 1, 2, 3, 4])
     assert texts == ["By", "", " the", " se", "a", ""]
 
 

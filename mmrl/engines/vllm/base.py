@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
 PROBE = "Name the capital of Portugal, then count from one to five and say good night."
 """Text whose log-probabilities tell one set of weights from another."""
-
-
 PEFT = "base_model.model."
 """Beginning of the names in an adapter."""
 

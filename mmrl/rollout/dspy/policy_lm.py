@@ -22,7 +22,7 @@ from dspy import lm15
 from mmrl import rng
 from mmrl.engines.base import Completion, Engine, Request, Sampling
 from mmrl.errors import LengthFailure
-from mmrl.models.chat import GrowingText, decode_text, render_prompt
+from mmrl.models.chat import decode_text, growing_text, render_prompt
 from mmrl.rollout.dspy.structure import Structure
 from mmrl.tasks.base import Message
 from mmrl.tasks.dspy.fields import adapter_in_use
@@ -188,7 +188,7 @@ class _PolicyEngine:
         new: SimpleQueue[int | None] = SimpleQueue()
         answer = self.served.started(_asking(self.structure), request, new.put)
         answer.add_done_callback(lambda _: new.put(None))
-        growing = GrowingText(self.served.tokenizer)
+        growing = growing_text(self.served.tokenizer)
         try:
             yield lm15.StreamStartEvent(model=request.model)
             while (token := new.get()) is not None:
@@ -220,7 +220,7 @@ class _AsyncPolicyEngine:
 
         answer = self.served.started(_asking(self.structure), request, put)
         answer.add_done_callback(lambda _: put(None))
-        growing = GrowingText(self.served.tokenizer)
+        growing = growing_text(self.served.tokenizer)
         try:
             yield lm15.StreamStartEvent(model=request.model)
             while (token := await new.get()) is not None:
